@@ -208,6 +208,23 @@ CASES = {
         ["num_experts=8"],
         ["num_experts=8", "would do nothing", "mixtral"],
     ),
+    "experts in a model whose layers are all dense": (
+        ["decoder_block=deepseek", "num_experts=8", "first_num_dense_layers=16"],
+        ["num_experts=8", "it needs first_num_dense_layers below the number of layers, 16"],
+    ),
+    "key of experts in a model whose layers are all dense": (
+        [
+            "decoder_block=llama4",
+            "chunk_attn_window_size=16",
+            "num_experts=8",
+            "interleave_moe_layer_step=17",
+            "num_experts_per_tok=2",
+        ],
+        [
+            "num_experts_per_tok=2",
+            "it needs interleave_moe_layer_step up to the number of layers, 16",
+        ],
+    ),
     "key of experts without experts": (
         ["decoder_block=mixtral", "load_balance_loss_weight=0.1"],
         ["load_balance_loss_weight=0.1", "num_experts above 1"],

@@ -44,4 +44,4 @@ def test_as_on_a_gpu(monkeypatch, overrides):
     assert engine.executor.reads_in_place
     assert engine.generate(requests) == expected
     assert engine.programs.decode._cache_size() <= len(STATIC_DECODE_STEPS)
-    assert InferenceEngine(engine.programs, weights, 1, LENGTH).size.slots == MIN_GPU_SLOTS
+    assert InferenceEngine(engine.programs, weights, 1, LENGTH).cache_config.slots == MIN_GPU_SLOTS

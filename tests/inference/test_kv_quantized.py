@@ -9,7 +9,7 @@ import pytest
 
 from maxtext.inference.engine import InferenceEngine
 from maxtext.kernels.attention import AttentionMask
-from maxtext.layers.cache import CacheSize, empty_kv_cache
+from maxtext.layers.cache import CacheConfig, empty_kv_cache
 from maxtext.layers.inputs import LayerInputs
 from maxtext.models.transformer import initial_weights
 from tests.inference.test_scheduler import LENGTH, compiled, new_request, random_weights
@@ -22,8 +22,8 @@ LARGEST = {"int8": 127, "int4": 7}
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
 def test_rounding_error_is_at_most_half_a_step(dtype, by_head, window):
     """A step is the largest magnitude of a token, or of a head of it, over the largest integer."""
-    size = CacheSize(2, 8, jnp.float32, quantized=jnp.dtype(dtype), scale_by_head=by_head)
-    cache = empty_kv_cache(AttentionMask(window=window), size, {"key": (3, 4)})
+    cache_config = CacheConfig(2, 8, jnp.float32, quantized=jnp.dtype(dtype), scale_by_head=by_head)
+    cache = empty_kv_cache(AttentionMask(window=window), cache_config, {"key": (3, 4)})
     random = np.random.default_rng(0)
     tokens = (random.normal(size=(2, 8, 3, 4)) * np.exp(random.normal(size=(2, 8, 3, 1)))).astype(
         np.float32
@@ -66,9 +66,11 @@ def test_quantized_windows_in_random_chunks(dtype, by_head, limit):
     random = np.random.default_rng(1)
     length, rows, heads, dim = 24, 2, 3, 4
     mask = AttentionMask(window=5) if limit == "window" else AttentionMask(chunk=5)
-    size = CacheSize(rows, length, jnp.float32, quantized=jnp.dtype(dtype), scale_by_head=by_head)
+    cache_config = CacheConfig(
+        rows, length, jnp.float32, quantized=jnp.dtype(dtype), scale_by_head=by_head
+    )
     shapes = {"key": (heads, dim), "value": (heads, dim)}
-    cache = empty_kv_cache(mask, size, shapes)
+    cache = empty_kv_cache(mask, cache_config, shapes)
     for _ in range(2):  # in the same slots, one after the other
         k, v, q = (
             random.normal(size=(rows, length, heads, dim)).astype(np.float32) for _ in range(3)

@@ -172,7 +172,7 @@ def serve(engine, requests, random):
 def check_released(engine):
     """No sequence has a slot or a block."""
     assert engine.prefix_cache.pool.num_referenced == 0
-    assert sorted(engine.scheduler.free_slots) == list(range(engine.size.slots))
+    assert sorted(engine.scheduler.free_slots) == list(range(engine.cache_config.slots))
 
 
 LAYOUTS = {
@@ -365,7 +365,7 @@ def test_where_prompts_can_be_packed(kind, overrides, shared):
     assert not executor.supports_packing
     build = BuildContext(platform="gpu", capability="9.0")
     programs = programs_of(executor.programs.config, build)
-    gpu_executor = Executor(programs, {}, executor.size)
+    gpu_executor = Executor(programs, {}, executor.cache_config)
     assert gpu_executor.supports_packing == shared
 
 

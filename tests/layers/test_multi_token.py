@@ -18,7 +18,7 @@ from maxtext.layers.linear import build_linear
 from maxtext.layers.multi_token import MultiTokenSpec, count_accepted, mtp_targets, shift_left
 from maxtext.layers.parameters import Initializer, Template
 from maxtext.layers.specs import NormSpec
-from maxtext.layers.stack import RematPolicy
+from maxtext.layers.stack import RematTensors
 
 EMBED_DIM, VOCABULARY, EPSILON = 6, 11, 1e-2
 BATCH, LENGTH, LAYERS = 2, 9, 3
@@ -214,7 +214,7 @@ def test_remat_does_not_change_gradients():
 
     plain, rematerialized = (
         jax.jit(jax.grad(lambda tree, remat=remat: loss(tree, remat)))
-        for remat in (None, RematPolicy())
+        for remat in (None, RematTensors())
     )
     expected = plain(tree)
     largest = max(np.abs(leaf).max() for leaf in jax.tree.leaves(expected))

@@ -25,7 +25,7 @@ def test_module_of_a_spec_builds_it(spec_type):
     assert first.annotation is spec_type
     assert second.name == "initializer"
     if issubclass(spec_type, MixerSpec):
-        assert list(inspect.signature(module.empty_cache).parameters) == ["spec", "size"]
+        assert list(inspect.signature(module.empty_cache).parameters) == ["spec", "cache_config"]
 
 
 def test_names_of_activations_are_those_of_the_functions():

@@ -17,7 +17,7 @@ from maxtext.layers.block import Block
 from maxtext.layers.inputs import LayerInputs
 from maxtext.layers.parameters import Initializer, Template
 from maxtext.layers.specs import AttentionSpec, LayerSpec, MlpSpec, NormSpec, RopeSpec, Segment
-from maxtext.layers.stack import RematPolicy, Stack
+from maxtext.layers.stack import RematTensors, Stack
 
 SIZE, LENGTH, HEAD = 16, 6, 4
 jit = jax.jit
@@ -233,7 +233,7 @@ def test_attention_by_cudnn_whose_result_is_kept_runs_once(kept, times, monkeypa
         )
 
     q = jax.ShapeDtypeStruct((2, 128, 4, 64), jnp.bfloat16)
-    program = str(jax.make_jaxpr(jax.grad(RematPolicy(kept).wrap(layer, in_scan=False)))(q))
+    program = str(jax.make_jaxpr(jax.grad(RematTensors(kept).wrap(layer, in_scan=False)))(q))
     assert program.count(f"{cudnn.FORWARD_PRIMITIVE}[") == times
     assert program.count("dot_product_attention_bwd_wrapper[") == 1
 

@@ -13,7 +13,7 @@ import pytest
 from maxtext.configs.derive import Devices
 from maxtext.configs.sources import from_overrides
 from maxtext.kernels.attention import AttentionMask
-from maxtext.layers.cache import CacheSize, SlidingWindowKVCache, empty_kv_cache
+from maxtext.layers.cache import CacheConfig, SlidingWindowKVCache, empty_kv_cache
 from maxtext.layers.inputs import LayerInputs
 from maxtext.models.configuration import load
 from maxtext.models.transformer import empty_caches, make_template
@@ -65,8 +65,11 @@ MODELS = {
 LENGTHS = (18, 12)  # of two rows
 PIECES = (6, 5, 1, 1, 5)
 LAYOUTS = {
-    "a page each": (CacheSize(2, 20, jnp.float32), [[0], [1]]),
-    "pages": (CacheSize(2, 20, jnp.float32, page=4, pages=12), [[3, 11, 0, 5, 7], [2, 4, 1, 9, 8]]),
+    "a page each": (CacheConfig(2, 20, jnp.float32), [[0], [1]]),
+    "pages": (
+        CacheConfig(2, 20, jnp.float32, page_size=4, num_pages=12),
+        [[3, 11, 0, 5, 7], [2, 4, 1, 9, 8]],
+    ),
 }
 
 
@@ -101,13 +104,13 @@ def check_pieces(settings, layout, draw_weights):
         weights
     )
 
-    cache_size, table = LAYOUTS[layout]
-    caches = empty_caches(config, cache_size)
+    cache_config, table = LAYOUTS[layout]
+    caches = empty_caches(config, cache_config)
     found, start = [], 0
 
     @partial(jax.jit, static_argnums=4)
     def step(weights, ids, positions, caches, fresh):
-        aligned = cache_size.page == 0 and ids.shape[1] == 1
+        aligned = cache_config.page_size is None and ids.shape[1] == 1
         inputs = LayerInputs(
             positions,
             is_first_chunk=fresh,
@@ -180,8 +183,8 @@ def test_ties_are_broken_alike_in_pieces(name, monkeypatch):
 
 def test_a_sliding_window_cache_holds_the_last_tokens():
     """The token at position p is at p modulo the window; padding is not written."""
-    size = CacheSize(2, 9, jnp.float32)
-    cache = empty_kv_cache(AttentionMask(window=4), size, {"key": (1,)})
+    cache_config = CacheConfig(2, 9, jnp.float32)
+    cache = empty_kv_cache(AttentionMask(window=4), cache_config, {"key": (1,)})
     assert isinstance(cache, SlidingWindowKVCache)
 
     def update(cache, positions):
@@ -201,13 +204,13 @@ def test_a_sliding_window_cache_holds_the_last_tokens():
 def test_layers_that_keep_nothing_say_so():
     for words in (["moba=true", "moba_chunk_size=4", "moba_topk=2"], ["decoder_block=simple"]):
         config = load(None, from_overrides([*SIZES, *words]), environ={}, devices=Devices(1))
-        assert empty_caches(config, CacheSize(1, 8, jnp.float32)) is None
+        assert empty_caches(config, CacheConfig(1, 8, jnp.float32)) is None
 
 
 def test_an_indexer_keeps_nothing_where_ties_depend_on_the_length(monkeypatch):
     words = {word.partition("=")[0]: word for word in (*SIZES, *TIED["indexer"])}
     config = load(None, from_overrides(words.values()), environ={}, devices=Devices(1))
-    assert empty_caches(config, CacheSize(1, 5, jnp.float32)) is None
-    assert empty_caches(config, CacheSize(1, 4, jnp.float32)) is not None  # it selects all keys
+    assert empty_caches(config, CacheConfig(1, 5, jnp.float32)) is None
+    assert empty_caches(config, CacheConfig(1, 4, jnp.float32)) is not None  # it selects all keys
     monkeypatch.setattr("maxtext.layers.indexer.ties_depend_on_length", lambda: False)
-    assert empty_caches(config, CacheSize(1, 5, jnp.float32)) is not None
+    assert empty_caches(config, CacheConfig(1, 5, jnp.float32)) is not None

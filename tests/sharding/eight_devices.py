@@ -40,7 +40,7 @@ def train(overrides, batch, path):
     np.savez(path, **{name: np.asarray(leaf) for name, leaf in leaves.items()})
     moments = {
         jax.tree_util.keystr(path): leaf
-        for path, leaf in jax.tree.leaves_with_path(state.optimizer)
+        for path, leaf in jax.tree.leaves_with_path(state.opt_state)
     }
     return {
         "losses": losses,

@@ -64,7 +64,7 @@ def train(context, state, step=None, rows=slice(None)):
         ordered = {name: field[rows] for name, field in batch().items()}
         state, metrics = step(state, to_devices(context, ordered), context.key)
         losses.append(float(metrics["loss"]))
-        gradients.append(flat(optax.tree_utils.tree_get(state.optimizer, "mu")))
+        gradients.append(flat(optax.tree_utils.tree_get(state.opt_state, "mu")))
     return losses, gradients, step
 
 

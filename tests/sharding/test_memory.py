@@ -60,7 +60,7 @@ def test_llama2_7b_over_64():
     state, shardings = context.abstract_state, context.shardings.state
     weights = 4 * 6_738_415_616 // 64
     assert shard_bytes(state.weights, shardings.weights) == MemoryBytes(device=weights)
-    moments = shard_bytes(state.optimizer, shardings.optimizer).device
+    moments = shard_bytes(state.opt_state, shardings.opt_state).device
     assert 0 <= moments - 2 * weights <= 16  # step counts
 
 

@@ -199,13 +199,13 @@ def test_a_skipped_step_changes_no_weight(make_bench, packed, microbatches):
     bench = make_bench(*overrides)
     start = changed(bench.state, "query_b/weight", lambda kernel: kernel * 1000)
     # Four recorded losses of 0: every loss above 0 is a spike.
-    spiky = replace(start, optimizer=start.optimizer._replace(recorded=jnp.int32(4)))
+    spiky = replace(start, opt_state=start.opt_state._replace(recorded=jnp.int32(4)))
     after, metrics = bench(packed, spiky)
     assert metrics["skipped"] == 1
     assert int(after.step) == 1
     jax.tree.map(np.testing.assert_array_equal, after.weights, start.weights)
     jax.tree.map(
-        np.testing.assert_array_equal, after.optimizer.inner_state, start.optimizer.inner_state
+        np.testing.assert_array_equal, after.opt_state.inner_state, start.opt_state.inner_state
     )
     other, metrics = bench(packed, start)
     assert metrics["skipped"] == 0

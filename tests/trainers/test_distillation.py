@@ -285,7 +285,7 @@ def test_only_matched_parameters_are_updated_and_have_optimizer_state(start, bat
     }
     attention = "layers/0/blocks/0/0/attention"
     assert names == {f"{attention}/query/weight", f"{attention}/key/weight", "final_norm/scale"}
-    moments = [leaf for leaf in jax.tree.leaves(state.optimizer) if leaf.ndim]
+    moments = [leaf for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim]
     assert len(moments) == 2 * len(names)
 
 

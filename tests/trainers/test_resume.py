@@ -154,7 +154,7 @@ def test_layers_may_be_unrolled_on_resume(go):
 
 
 def moments(state, name):
-    return getattr(state.optimizer.inner_states["main"].inner_state[0], name)
+    return getattr(state.opt_state.inner_states["main"].inner_state[0], name)
 
 
 def moment_prefix(saved, name):

@@ -228,7 +228,7 @@ def test_only_weights_that_match_the_mask_train(make_bench, packed):
         assert np.array_equal(before[name], after[name]) == (name not in trained), name
     # What does not train has no optimizer state: two moments for each trained weight, and a few
     # counters.
-    state_size = sum(leaf.size for leaf in jax.tree.leaves(bench.state.optimizer))
+    state_size = sum(leaf.size for leaf in jax.tree.leaves(bench.state.opt_state))
     moments = 2 * sum(before[name].size for name in trained)
     assert moments <= state_size <= moments + 8
 
@@ -334,7 +334,7 @@ def test_dropout_follows_key_and_step(make_bench, packed):
     assert first == again, "the same state, batch and key"
     assert first["loss"] != calm["loss"]
     # Another step number is other randomness, though weights and batch are the same.
-    later = replace(after, weights=shaken.state.weights, optimizer=shaken.state.optimizer)
+    later = replace(after, weights=shaken.state.weights, opt_state=shaken.state.opt_state)
     _, other = shaken(packed, later)
     assert other["loss"] != first["loss"]
     _, off = make_bench(*PLAIN, "dropout_rate=0.5", "enable_dropout=false")(packed)

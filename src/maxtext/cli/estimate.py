@@ -56,7 +56,7 @@ def run(args: list[str]) -> int:
 
 
 def memory_rows(estimate: Estimate) -> list[tuple[str, int, str]]:
-    """Of one device: (name, bytes, where the number comes from)."""
+    """The memory of one device: (name, bytes, where the number comes from)."""
     program = estimate.program
     rows = [
         ("weights", estimate.weights.device, "shapes and shards"),

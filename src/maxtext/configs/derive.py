@@ -200,11 +200,11 @@ def batch_devices(config: MaxTextConfig, devices: Devices) -> int:
     return devices.full if config.elastic_enabled and devices.full else config.num_target_devices
 
 
-def microbatch(config: MaxTextConfig, devices: Devices, per_device: float) -> int:
+def microbatch_size(config: MaxTextConfig, devices: Devices, per_device: float) -> int:
     return round(per_device * batch_devices(config, devices))
 
 
-def microbatch_to_load(config: MaxTextConfig, devices: Devices, per_device: float) -> int:
+def microbatch_size_to_load(config: MaxTextConfig, devices: Devices, per_device: float) -> int:
     """At least one sequence per device, since hosts load whole sequences, times
     expansion_factor_real_data.
     """
@@ -219,37 +219,37 @@ def eval_per_device(config: MaxTextConfig) -> float:
 @derived_from_devices
 def global_batch_size_to_train_on(config: MaxTextConfig, devices: Devices) -> int:
     return (
-        microbatch(config, devices, config.per_device_batch_size)
+        microbatch_size(config, devices, config.per_device_batch_size)
         * config.gradient_accumulation_steps
     )
 
 
 @derived_from_devices
 def global_batch_size_to_eval_on(config: MaxTextConfig, devices: Devices) -> int:
-    return microbatch(config, devices, eval_per_device(config))
+    return microbatch_size(config, devices, eval_per_device(config))
 
 
 @derived_from_devices
 def global_batch_size_to_load(config: MaxTextConfig, devices: Devices) -> int:
     return (
-        microbatch_to_load(config, devices, config.per_device_batch_size)
+        microbatch_size_to_load(config, devices, config.per_device_batch_size)
         * config.gradient_accumulation_steps
     )
 
 
 @derived_from_devices
 def global_batch_size_to_load_eval(config: MaxTextConfig, devices: Devices) -> int:
-    return microbatch_to_load(config, devices, eval_per_device(config))
+    return microbatch_size_to_load(config, devices, eval_per_device(config))
 
 
 @derived_from_devices
 def micro_batch_size_to_train_on(config: MaxTextConfig, devices: Devices) -> int:
-    return microbatch(config, devices, config.per_device_batch_size)
+    return microbatch_size(config, devices, config.per_device_batch_size)
 
 
 @derived_from_devices
 def micro_batch_size_to_eval_on(config: MaxTextConfig, devices: Devices) -> int:
-    return microbatch(config, devices, eval_per_device(config))
+    return microbatch_size(config, devices, eval_per_device(config))
 
 
 # Batch ramp-up.
@@ -260,7 +260,7 @@ def global_batch_size_to_load_start(config: MaxTextConfig, devices: Devices) -> 
     if not config.enable_rampup_batch_size:
         return None
     return (
-        microbatch_to_load(config, devices, config.per_device_batch_size_start)
+        microbatch_size_to_load(config, devices, config.per_device_batch_size_start)
         * config.gradient_accumulation_steps
     )
 
@@ -270,7 +270,7 @@ def global_batch_size_to_load_increment(config: MaxTextConfig, devices: Devices)
     if not config.enable_rampup_batch_size:
         return None
     return (
-        microbatch(config, devices, config.per_device_batch_size_increment)
+        microbatch_size(config, devices, config.per_device_batch_size_increment)
         * config.gradient_accumulation_steps
     )
 

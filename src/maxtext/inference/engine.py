@@ -20,7 +20,7 @@ from maxtext.configs.types import MaxTextConfig
 from maxtext.inference.adapters import LoadedAdapter
 from maxtext.inference.batches import MAX_DECODE_STEPS, STATIC_DECODE_STEPS
 from maxtext.inference.block_pool import BlockPool
-from maxtext.inference.cache_config import cache_size, fit_slots
+from maxtext.inference.cache_config import fit_slots, make_cache_config
 from maxtext.inference.executor import Executor
 from maxtext.inference.prefix_cache import PrefixCache
 from maxtext.inference.programs import NO_TOKEN, NONFINITE_LOGITS, Programs, Sampled
@@ -28,7 +28,7 @@ from maxtext.inference.requests import GenerationRequest
 from maxtext.inference.sampling import MAX_STOP_IDS
 from maxtext.inference.scheduler import Chunks, Scheduler
 from maxtext.inference.sequence import Sequence, StepOutput
-from maxtext.layers.cache import CacheSize
+from maxtext.layers.cache import CacheConfig
 
 MIN_GPU_SLOTS = 2  # the compiler's float matmuls are slower with a single row
 STEP_SECONDS = 0.1  # a decode program has as many steps as fit, so that slow machines stream, too
@@ -55,16 +55,16 @@ class InferenceEngine:
         fast_single_row = build.decode_rows == 1 or config.quantization == "int8"
         if slots < MIN_GPU_SLOTS and build.platform == "gpu" and not fast_single_row:
             slots = fit_slots(programs, MIN_GPU_SLOTS, length)
-        size = cache_size(programs, slots, length)
-        check_cache(programs, size)
+        cache_config = make_cache_config(programs, slots, length)
+        check_cache(programs, cache_config)
         self.programs = programs
-        self.size = size
-        self.executor = Executor(programs, weights, size)
+        self.cache_config = cache_config
+        self.executor = Executor(programs, weights, cache_config)
         self.batches = self.executor.batch_builder()
         self.prefix_cache = build_prefix_cache(config, self.executor)
         chunk_size = config.prefill_chunk_size if config.use_chunked_prefill else None
         self.scheduler = Scheduler(
-            size.slots,
+            cache_config.slots,
             self.prefix_cache,
             contiguous=self.executor.contiguous,
             supports_packing=self.executor.supports_packing,
@@ -91,13 +91,14 @@ class InferenceEngine:
     @property
     def wants_requests(self) -> bool:
         """Whether the waiting queue is shorter than the number of slots."""
-        return self.scheduler.num_available_slots > -self.size.slots
+        return self.scheduler.num_available_slots > -self.cache_config.slots
 
     def max_sequence_length(self) -> int:
         limit = self.programs.config.pagedattn_max_pages_per_group
-        max_blocks = limit if self.size.page and limit > 0 else self.batches.max_blocks
+        is_limited = self.cache_config.page_size is not None and limit > 0
+        max_blocks = limit if is_limited else self.batches.max_blocks
         max_blocks = min(max_blocks, self.prefix_cache.pool.num_blocks)
-        return min(self.size.length, max_blocks * self.batches.block_size)
+        return min(self.cache_config.length, max_blocks * self.batches.block_size)
 
     # Requests.
 
@@ -324,10 +325,11 @@ class InferenceEngine:
             )
 
 
-def check_cache(programs: Programs, size: CacheSize) -> None:
+def check_cache(programs: Programs, cache_config: CacheConfig) -> None:
     """Raise ConfigError if keys configure the cache of a model that has none."""
     config = programs.config
-    if programs.has_caches or not (size.page or size.quantized is not None):
+    has_options = cache_config.page_size is not None or cache_config.quantized is not None
+    if programs.has_caches or not has_options:
         return
     reason = "some layer has no cache"
     if config.use_indexer:
@@ -344,7 +346,7 @@ def check_cache(programs: Programs, size: CacheSize) -> None:
 
 def build_prefix_cache(config: MaxTextConfig, executor: Executor) -> PrefixCache:
     """The block pool of an executor, with a prefix cache as large as the keys allow."""
-    size = executor.size
+    cache_config = executor.cache_config
     max_idle = max_host = 0
     if config.enable_prefix_caching:
         # The per-slot caches are copied for each prefix.
@@ -358,8 +360,8 @@ def build_prefix_cache(config: MaxTextConfig, executor: Executor) -> PrefixCache
                 "are both less"
             )
     return PrefixCache(
-        BlockPool(size.pages or size.slots),
-        size.page or size.length,
+        BlockPool(cache_config.total_pages),
+        cache_config.tokens_per_page,
         max_idle_blocks=max_idle,
         max_host_blocks=max_host,
         store=executor,

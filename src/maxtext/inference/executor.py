@@ -12,7 +12,7 @@ from maxtext.inference.model_runner import select_caches
 from maxtext.inference.programs import EngineState, Programs, Sampled
 from maxtext.kernels import attention
 from maxtext.layers.attention_sharding import packed_request
-from maxtext.layers.cache import CacheSize, PagedKVCache
+from maxtext.layers.cache import CacheConfig, PagedKVCache
 from maxtext.layers.specs import AttentionSpec
 from maxtext.models.common import backend
 from maxtext.models.registry import layers
@@ -29,14 +29,14 @@ class Executor:
     device computes the next.
     """
 
-    def __init__(self, programs: Programs, weights: Any, size: CacheSize):
+    def __init__(self, programs: Programs, weights: Any, cache_config: CacheConfig):
         self.programs = programs
         self.weights = weights
-        self.size = size
+        self.cache_config = cache_config
         with programs.context():
-            self.state: EngineState = programs.init_state(size)
+            self.state: EngineState = programs.init_state(cache_config)
             self.reads_in_place = reads_blocks_in_place(self.state.caches)
-        self.contiguous = size.page == 0  # slot n has block n, and no other
+        self.contiguous = cache_config.page_size is None  # slot n has block n, and no other
         # On accelerators compilation is slow, so there are few programs; and in a loop that may end
         # early, a GPU waits for the host before each step.
         self.few_programs = programs.build.platform != "cpu"
@@ -52,10 +52,10 @@ class Executor:
         return sampled
 
     def batch_builder(self) -> BatchBuilder:
-        block_size = self.size.page or self.size.length
+        block_size = self.cache_config.tokens_per_page
         return BatchBuilder(
-            num_slots=self.size.slots,
-            max_blocks=-(-self.size.length // block_size),
+            num_slots=self.cache_config.slots,
+            max_blocks=-(-self.cache_config.length // block_size),
             block_size=block_size,
             contiguous=self.contiguous,
             few_programs=self.few_programs,
@@ -122,7 +122,7 @@ class Executor:
         """How many slots a decode program may have, in increasing order. If all caches are paged, a
         program can leave out inactive slots.
         """
-        slots, devices = self.size.slots, self.programs.rules.mesh.size
+        slots, devices = self.cache_config.slots, self.programs.rules.mesh.size
         if self.contiguous or self.has_slot_caches:
             return (slots,)
         rows = [slots * part // 4 for part in (1, 2, 3) if slots * part % (4 * devices) == 0]
@@ -130,12 +130,12 @@ class Executor:
 
     @cached_property
     def block_bytes(self) -> int:
-        """Of one block, in all layers."""
+        """The bytes of one block, in all layers."""
         return self.bytes_per_entry(paged=True)
 
     @cached_property
     def slot_bytes(self) -> int:
-        """Of the per-slot caches of one slot, in all layers."""
+        """The bytes of the per-slot caches of one slot, in all layers."""
         return self.bytes_per_entry(paged=False)
 
     def bytes_per_entry(self, paged: bool) -> int:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from maxtext.configs.types import MaxTextConfig
 from maxtext.layers.adapters import AdapterInputs, use_adapter_inputs
-from maxtext.layers.cache import CacheSize, PagedKVCache
+from maxtext.layers.cache import CacheConfig, PagedKVCache
 from maxtext.layers.context import BuildContext
 from maxtext.layers.inputs import LayerInputs
 from maxtext.layers.parameters import Template
@@ -31,13 +31,13 @@ class ModelRunner(ABC):
     def from_config(
         config: MaxTextConfig, template: Template, build: BuildContext
     ) -> "ModelRunner":
-        longest = CacheSize(1, config.max_target_length, config.dtype.value, context=build)
+        longest = CacheConfig(1, config.max_target_length, config.dtype.value, context=build)
         caches = jax.eval_shape(lambda: empty_caches(config, longest))
         runner = RecomputingModelRunner if caches is None else CachedModelRunner
         return runner(config, template)
 
     @abstractmethod
-    def init_caches(self, size: CacheSize) -> Caches:
+    def init_caches(self, cache_config: CacheConfig) -> Caches:
         """Empty caches."""
 
     @abstractmethod
@@ -63,8 +63,8 @@ class ModelRunner(ABC):
 class CachedModelRunner(ModelRunner):
     """Every layer has a cache, so only new tokens are computed."""
 
-    def init_caches(self, size: CacheSize) -> Caches:
-        caches = empty_caches(self.config, size)
+    def init_caches(self, cache_config: CacheConfig) -> Caches:
+        caches = empty_caches(self.config, cache_config)
         assert caches is not None, "from_config chose this class because there are caches"
         return caches
 
@@ -103,8 +103,8 @@ class RecomputingModelRunner(ModelRunner):
     token ids [N, length].
     """
 
-    def init_caches(self, size: CacheSize) -> Caches:
-        return [{"ids": jnp.zeros((size.slots, size.length), jnp.int32)}]
+    def init_caches(self, cache_config: CacheConfig) -> Caches:
+        return [{"ids": jnp.zeros((cache_config.slots, cache_config.length), jnp.int32)}]
 
     def prefill(
         self,

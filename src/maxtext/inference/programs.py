@@ -28,7 +28,7 @@ from maxtext.inference.model_runner import (
     select_caches,
 )
 from maxtext.inference.sampling import BatchedSamplingParams, SamplingMode, sample
-from maxtext.layers.cache import CacheSize
+from maxtext.layers.cache import CacheConfig
 from maxtext.layers.context import REFERENCE, BuildContext
 from maxtext.layers.inputs import LayerInputs
 from maxtext.layers.parameters import Template
@@ -128,13 +128,13 @@ class Programs:
 
         return jax.jit(write_caches, static_argnums=3, donate_argnums=0)
 
-    def run_init_state(self, size: CacheSize) -> EngineState:
+    def run_init_state(self, cache_config: CacheConfig) -> EngineState:
         return EngineState(
-            caches=self.runner.init_caches(size),
-            token_ids=jnp.zeros(size.slots, jnp.int32),
-            positions=jnp.full(size.slots, INACTIVE, jnp.int32),
-            params=BatchedSamplingParams.zeros(size.slots),
-            adapter_ids=jnp.zeros(size.slots, jnp.int32),
+            caches=self.runner.init_caches(cache_config),
+            token_ids=jnp.zeros(cache_config.slots, jnp.int32),
+            positions=jnp.full(cache_config.slots, INACTIVE, jnp.int32),
+            params=BatchedSamplingParams.zeros(cache_config.slots),
+            adapter_ids=jnp.zeros(cache_config.slots, jnp.int32),
         )
 
     def run_prefill(

@@ -164,7 +164,7 @@ def map_runs(
     """[length]: the target of each source index, for runs of `sizes` that start at `source_starts`
     (ascending, from 0) and map to `target_starts`; `fill` for an index in no run.
     """
-    # Of runs that start at the same index, the last one: the others are empty.
+    # Runs that start at the same index are empty, except for the last one, which is taken.
     run = count_bounds(source_starts, length) - 1
     offset = jnp.arange(length, dtype=jnp.int32) - source_starts[run]
     return jnp.where(offset < sizes[run], target_starts[run] + offset, fill)

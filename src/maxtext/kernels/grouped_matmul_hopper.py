@@ -335,7 +335,8 @@ def store_rows(
 
 
 def num_multiprocessors() -> int:
-    """Of the GPU; those of an H200 if there is none, as in ahead-of-time compilation."""
+    """The number of SMs of the GPU; that of an H200 if there is none, as in ahead-of-time
+    compilation."""
     return getattr(jax.local_devices()[0], "core_count", None) or 132
 
 

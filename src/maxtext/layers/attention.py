@@ -1,7 +1,7 @@
 """Softmax attention: projections, norms, RoPE and the KV cache. Kernels compute the attention
 itself.
 
-Shapes: B batch, S sequence, E embedding, H query heads, K key/value heads, D head size.
+Shapes: B batch, S sequence, E embedding, H query heads, K key/value heads, D head dim.
 """
 
 from dataclasses import replace
@@ -20,7 +20,7 @@ from maxtext.kernels.decode import paged_attention
 from maxtext.kernels.moba import moba_selection
 from maxtext.layers.attention_sharding import attend
 from maxtext.layers.cache import (
-    CacheSize,
+    CacheConfig,
     KVCache,
     PagedKVCache,
     empty_kv_cache,
@@ -43,35 +43,34 @@ PROJECTED = ("query_proj", "key_proj", "value_proj")  # names for rematerializat
 QKV = tuple[jax.Array, jax.Array, jax.Array]
 
 
-def empty_cache(spec: AttentionSpec, size: CacheSize) -> KVCache | None:
+def empty_cache(spec: AttentionSpec, cache_config: CacheConfig) -> KVCache | None:
     """None if the layer attends to all tokens anew."""
     if spec.moba is not None:
         return None
     shape = (spec.kv_heads, spec.head_dim)
     return empty_kv_cache(
-        spec.mask, size, {KEY: shape, VALUE: shape}, uses_paged_kernel(spec, size)
+        spec.mask, cache_config, {KEY: shape, VALUE: shape}, uses_paged_kernel(spec, cache_config)
     )
 
 
-def uses_paged_kernel(spec: AttentionSpec, size: CacheSize) -> bool:
+def uses_paged_kernel(spec: AttentionSpec, cache_config: CacheConfig) -> bool:
     """Whether decode steps use the kernel for paged attention."""
-    if not spec.ragged and spec.backend != AUTOSELECTED:
+    if not spec.requires_paged_kernel and spec.backend != AUTOSELECTED:
         return False
-    reason = paged_kernel_unsupported_reason(spec, size)
-    if reason is not None and spec.ragged:
+    reason = paged_kernel_unsupported_reason(spec, cache_config)
+    if reason is not None and spec.requires_paged_kernel:
         raise ConfigError(f"use_ragged_attention=true is not supported here: {reason}")
     return reason is None
 
 
-def paged_kernel_unsupported_reason(spec: AttentionSpec, size: CacheSize) -> str | None:
+def paged_kernel_unsupported_reason(spec: AttentionSpec, cache_config: CacheConfig) -> str | None:
     """Why the kernel for paged attention cannot read this cache; None if it can."""
-    context = size.context
+    context = cache_config.context
     if context.num_devices > 1:
         return "the kernel for paged attention runs on one device"
-    page = size.page or size.length
-    num_pages = size.pages or size.slots * -(-size.length // page)
-    dtype = jnp.dtype(size.quantized or size.dtype)
-    num_bytes = num_pages * page * spec.kv_heads * spec.head_dim
+    page = cache_config.tokens_per_page
+    dtype = jnp.dtype(cache_config.quantized or cache_config.dtype)
+    num_bytes = cache_config.total_pages * page * spec.kv_heads * spec.head_dim
     if dtype.itemsize == 1 and 2**31 < num_bytes <= 2**32:
         return f"it cannot address {num_bytes} bytes of keys"
     return paged_attention.unsupported_reason(
@@ -244,7 +243,7 @@ class Attention(Sublayer):
             scale=spec.scale,
             soft_cap=spec.soft_cap,
             sinks=None if self.sinks is None else self.sinks[...],
-            block=spec.ragged or paged_attention.BLOCK,
+            block=spec.paged_kernel_block or paged_attention.BLOCK,
         )
         aux: Aux = {"cache": replace(cache, pages=pages)}
         return self.constrain_context(context[:, None]), aux

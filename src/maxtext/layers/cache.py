@@ -35,17 +35,27 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
-class CacheSize:
+class CacheConfig:
     """The capacity and the dtype of the caches of a model."""
 
     slots: int  # sequences at a time
     length: int  # tokens of a sequence, at most
     dtype: Any
-    page: int = 0  # tokens of a page; 0: `length`, one page for each slot
-    pages: int = 0  # in the pool; 0: enough for all slots
+    page_size: int | None = None  # tokens; None: `length`, one page for each slot
+    num_pages: int | None = None  # of all slots together; None: enough for each
     quantized: Any = None  # int8 or int4, with a scale for each token
     scale_by_head: bool = False  # a scale for each head of each token
     context: BuildContext = REFERENCE
+
+    @property
+    def tokens_per_page(self) -> int:
+        return self.length if self.page_size is None else self.page_size
+
+    @property
+    def total_pages(self) -> int:
+        if self.num_pages is not None:
+            return self.num_pages
+        return self.slots * -(-self.length // self.tokens_per_page)
 
 
 @dataclass(frozen=True)
@@ -92,10 +102,11 @@ class PagedKVCache:
     in_place: bool = field(default=False, metadata={"static": True})
 
     @classmethod
-    def empty(cls, size: CacheSize, shapes: Shapes, in_place: bool = False):
-        page = size.page or size.length
-        num_pages = size.pages or size.slots * -(-size.length // page)
-        return cls(empty_arrays(num_pages, page, size, shapes), in_place)
+    def empty(cls, cache_config: CacheConfig, shapes: Shapes, in_place: bool = False):
+        pages = empty_arrays(
+            cache_config.total_pages, cache_config.tokens_per_page, cache_config, shapes
+        )
+        return cls(pages, in_place)
 
     @property
     def page_size(self) -> int:
@@ -154,9 +165,9 @@ class SlidingWindowKVCache:
     position: jax.Array  # [B, W], -1: empty
 
     @classmethod
-    def empty(cls, size: CacheSize, shapes: Shapes, window: int):
-        arrays = empty_arrays(size.slots, window, size, shapes)
-        return cls(arrays, jnp.full((size.slots, window), -1, jnp.int32))
+    def empty(cls, cache_config: CacheConfig, shapes: Shapes, window: int):
+        arrays = empty_arrays(cache_config.slots, window, cache_config, shapes)
+        return cls(arrays, jnp.full((cache_config.slots, window), -1, jnp.int32))
 
     def rows(self, slots: jax.Array) -> "SlidingWindowKVCache":
         return jax.tree.map(lambda x: x[slots], self)
@@ -170,7 +181,8 @@ class SlidingWindowKVCache:
         and to each other."""
         positions, window = inputs.positions, self.position.shape[1]
         stored, seen = round_trip(self.arrays, new)
-        # Of more tokens than the window holds, the last are stored; out of bounds: not written.
+        # If there are more tokens than the window holds, the last are stored: indices out of
+        # bounds are not written.
         is_last = (positions >= 0) & (positions > positions.max(axis=1, keepdims=True) - window)
         index = jnp.where(is_last, positions % window, window)
         row = jnp.arange(positions.shape[0])[:, None]
@@ -209,15 +221,17 @@ KVCache = PagedKVCache | SlidingWindowKVCache
 
 
 def empty_kv_cache(
-    mask: AttentionMask, size: CacheSize, shapes: Shapes, in_place: bool = False
+    mask: AttentionMask, cache_config: CacheConfig, shapes: Shapes, in_place: bool = False
 ) -> KVCache:
     """An empty cache of named arrays; `shapes` are those of one token.
 
-    A ring buffer if a query never attends to all `size.length` tokens, else pages."""
-    window = min(size.length, mask.window or size.length, mask.chunk or size.length)
-    if window < size.length:
-        return SlidingWindowKVCache.empty(size, shapes, window)
-    return PagedKVCache.empty(size, shapes, in_place)
+    A ring buffer if a query never attends to all `cache_config.length` tokens, else pages."""
+    window = min(
+        cache_config.length, mask.window or cache_config.length, mask.chunk or cache_config.length
+    )
+    if window < cache_config.length:
+        return SlidingWindowKVCache.empty(cache_config, shapes, window)
+    return PagedKVCache.empty(cache_config, shapes, in_place)
 
 
 def update_cache(new: Arrays, inputs: LayerInputs) -> tuple[KVView, Aux]:
@@ -248,13 +262,13 @@ def mark_nonfinite(context: jax.Array, new: Arrays, inputs: LayerInputs) -> jax.
     return jnp.where(is_finite, context, jnp.nan)
 
 
-def empty_arrays(batch: int, length: int, size: CacheSize, shapes: Shapes) -> Arrays:
+def empty_arrays(batch: int, length: int, cache_config: CacheConfig, shapes: Shapes) -> Arrays:
     arrays = {}
     for name, shape in shapes.items():
-        zeros = jnp.zeros((batch, length, *shape), size.quantized or size.dtype)
+        zeros = jnp.zeros((batch, length, *shape), cache_config.quantized or cache_config.dtype)
         arrays[name] = constrain_cache(name, zeros)
-        if size.quantized is not None:
-            heads = shape[:-1] if size.scale_by_head else ()
+        if cache_config.quantized is not None:
+            heads = shape[:-1] if cache_config.scale_by_head else ()
             scale = jnp.zeros((batch, length, *heads), jnp.float32)
             arrays[name + SCALE] = constrain_cache(name + SCALE, scale)
     return arrays

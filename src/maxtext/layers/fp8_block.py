@@ -167,9 +167,8 @@ def attention_unsupported_reason(spec: LayerSpec, context: BuildContext) -> str 
     if attention.fused or attention.shared_kv or attention.gated or attention.bias:
         return "fuses separate q, k and v projections without biases and gates only"
     outputs = [math.prod(shape) for shape in attention.projections.values()]
-    return fusion_unsupported_reason(
-        spec, spec.attention_norm, context
-    ) or matmul_unsupported_reason(spec.embed_dim, outputs, context)
+    reason = fusion_unsupported_reason(spec, spec.attention_norm, context)
+    return reason or matmul_unsupported_reason(spec.embed_dim, outputs, context)
 
 
 def mlp_unsupported_reason(spec: LayerSpec, context: BuildContext) -> str | None:

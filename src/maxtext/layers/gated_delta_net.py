@@ -29,7 +29,7 @@ from maxtext.kernels.delta_rule import (
     gated_delta_rule,
     recurrent_gated_delta_rule,
 )
-from maxtext.layers.cache import CacheSize, RecurrentState
+from maxtext.layers.cache import CacheConfig, RecurrentState
 from maxtext.layers.inputs import Aux, LayerInputs, Sublayer
 from maxtext.layers.linear import Linear, build_linear, project
 from maxtext.layers.norms import Norm
@@ -182,9 +182,9 @@ def build(
     return GatedDeltaNet(initializer, spec, embed_dim, dtype)
 
 
-def empty_cache(spec: GatedDeltaNetSpec, size: CacheSize) -> RecurrentState:
+def empty_cache(spec: GatedDeltaNetSpec, cache_config: CacheConfig) -> RecurrentState:
     """The last inputs of the convolutions, and the recurrent state, for sequences of any length."""
-    batch, dtype = size.slots, size.dtype
+    batch, dtype = cache_config.slots, cache_config.dtype
     dims = {QUERY: spec.key_dim, KEY: spec.key_dim, VALUE: spec.group_size * spec.value_dim}
     conv_states = {
         name: jnp.zeros((batch, spec.conv_width - 1, spec.key_heads, dim), dtype)

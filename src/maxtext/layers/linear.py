@@ -91,7 +91,7 @@ class LoRALinear(LowRank, Linear):
     name = "LoRA"
 
     @classmethod
-    def supports(cls, spec: LinearSpec, context: BuildContext) -> str | None:
+    def unsupported_reason(cls, spec: LinearSpec, context: BuildContext) -> str | None:
         return None if spec.adapter else "has no adapter"
 
     def __init__(self, initializer: Initializer, spec: LinearSpec):

@@ -30,7 +30,7 @@ from maxtext.kernels.attention import (
 )
 from maxtext.layers import aux_names
 from maxtext.layers.attention_sharding import attend
-from maxtext.layers.cache import CacheSize, KVCache, empty_kv_cache, update_cache
+from maxtext.layers.cache import CacheConfig, KVCache, empty_kv_cache, update_cache
 from maxtext.layers.indexer import depends_on_length
 from maxtext.layers.inputs import Aux, LayerInputs, Sublayer
 from maxtext.layers.linear import build_linear
@@ -241,9 +241,10 @@ def build(spec: MlaSpec, initializer: Initializer, embed_dim: int, dtype: Any) -
     return Mla(initializer, spec, embed_dim, dtype)
 
 
-def empty_cache(spec: MlaSpec, size: CacheSize) -> KVCache | None:
-    """Of latents, or of the keys and values of all heads; None if results cannot be cached."""
-    if spec.indexer and depends_on_length(spec.indexer, size.length):
+def empty_cache(spec: MlaSpec, cache_config: CacheConfig) -> KVCache | None:
+    """An empty cache of latents, or of the keys and values of all heads; None if results cannot be
+    cached."""
+    if spec.indexer and depends_on_length(spec.indexer, cache_config.length):
         return None
     if spec.latent:
         sizes: dict[str, tuple[int, ...]] = {
@@ -257,4 +258,4 @@ def empty_cache(spec: MlaSpec, size: CacheSize) -> KVCache | None:
         }
     if spec.indexer:
         sizes[INDEX_KEY] = (spec.indexer.head_dim,)
-    return empty_kv_cache(spec.mask, size, sizes)
+    return empty_kv_cache(spec.mask, cache_config, sizes)

@@ -32,7 +32,7 @@ from maxtext.layers.linear import build_linear
 from maxtext.layers.norms import Norm
 from maxtext.layers.parameters import Initializer
 from maxtext.layers.specs import NormSpec, Spec
-from maxtext.layers.stack import RematPolicy
+from maxtext.layers.stack import RematTensors
 from maxtext.sharding import constrain
 
 
@@ -44,7 +44,11 @@ class MultiTokenSpec:
     streams: int = 1  # residual streams of the block (hyper-connections), expanded and collapsed
 
     def build(
-        self, initializer: Initializer, embed_dim: int, dtype: Any, remat: RematPolicy | None = None
+        self,
+        initializer: Initializer,
+        embed_dim: int,
+        dtype: Any,
+        remat: RematTensors | None = None,
     ) -> "MultiToken":
         return MultiToken(initializer, self, embed_dim, dtype, remat)
 
@@ -56,7 +60,7 @@ class MultiToken(nnx.Module):
         spec: MultiTokenSpec,
         embed_dim: int,
         dtype: Any,
-        remat: RematPolicy | None = None,
+        remat: RematTensors | None = None,
     ):
         self.remat = remat
         self.layers = nnx.List(

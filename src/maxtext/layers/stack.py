@@ -32,7 +32,7 @@ ATTENTION_OUTPUTS = {"context", "attention_out"}  # rematerialization names of a
 
 
 @dataclass(frozen=True)
-class RematPolicy:
+class RematTensors:
     """Names of the intermediates that are saved on the device or offloaded to the host; all others
     are recomputed in the backward pass.
     """
@@ -75,7 +75,7 @@ class Stack(nnx.Module):
         dtype: Any,
         scanned: bool,
         scan_axis: int,
-        remat: RematPolicy | None,
+        remat: RematTensors | None,
         on_host: bool = False,
     ):
         self.segment = segment

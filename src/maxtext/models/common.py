@@ -65,7 +65,8 @@ def rope_spec(config: MaxTextConfig, layer_kind: str = "full", **changes: Any) -
     fields = None if listed is None else listed.get(layer_kind, listed.get("all"))
     if fields is not None:
         spec = RopeSpec(**{name: as_hashable(value) for name, value in fields.items()})
-        # By the longest sequence of the run, not of a batch, so that cached keys stay valid.
+        # The longest sequence of the run decides, not that of a batch, so that cached keys stay
+        # valid.
         long = spec.kind == "longrope" and config.max_target_length > spec.original_length
         return replace(spec, long=long)
     spec = RopeSpec(
@@ -141,7 +142,8 @@ def attention_spec(config: MaxTextConfig, kind: str | None = None, **changes: An
         float32_product=config.float32_qk_product,
         float32_logits=config.float32_logits,
         blocks=block_sizes(config),
-        ragged=config.ragged_block_size if config.use_ragged_attention else 0,
+        requires_paged_kernel=config.use_ragged_attention,
+        paged_kernel_block=config.ragged_block_size if config.use_ragged_attention else None,
     )
     return replace(spec, **(changes | ({"rope": None} if learned else {})))
 

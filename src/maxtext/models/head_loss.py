@@ -65,10 +65,8 @@ class Fp8HeadLoss(HeadLoss):
             return "needs a weight of its own, no soft cap and no logit scale"
         shapes = [(spec.embed_dim, spec.vocab_size)]
         if not matmul.supports((TILE, spec.embed_dim), shapes, 1, context.only_platform):
-            return (
-                context.single_gpu_unsupported_reason((8, 9))
-                or f"needs dimensions in tiles of {TILE}"
-            )
+            reason = context.single_gpu_unsupported_reason((8, 9))
+            return reason or f"needs dimensions in tiles of {TILE}"
         return None
 
     @staticmethod

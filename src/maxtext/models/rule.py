@@ -12,6 +12,7 @@ from maxtext.models.capabilities import Capabilities, decoder_blocks
 
 Check = Callable[[Capabilities], str | None]
 Condition = Callable[[Capabilities], object]
+Requirement = str | Callable[[Capabilities], str]
 
 
 @dataclass(frozen=True)
@@ -38,11 +39,12 @@ def layer_rule(key: str, kind: ProblemKind = ProblemKind.CONFLICT) -> Callable[[
     return register
 
 
-def inert_unless(condition: Condition, requirement: str, *keys: str) -> None:
+def inert_unless(condition: Condition, requirement: Requirement, *keys: str) -> None:
     """Refuse keys that a user sets away from their default while `condition` is false.
 
-    `requirement` says in words what the condition asks for. In it, "{block}" stands for the
-    decoder_block of the configuration, "{blocks}" for those in which the condition holds.
+    `requirement` says in words what the condition asks for, or computes the words. In it, "{block}"
+    stands for the decoder_block of the configuration, "{blocks}" for those in which the condition
+    holds.
     """
 
     def inert_check(key: str) -> Check:
@@ -57,7 +59,7 @@ def inert_unless(condition: Condition, requirement: str, *keys: str) -> None:
 
 
 def inert_unless_layers_depend(
-    requirement: str, *keys: str, given: Condition = lambda model: True
+    requirement: Requirement, *keys: str, given: Condition = lambda model: True
 ) -> None:
     """Refuse keys that a user sets away from their default while `given` holds, if no value of the
     key changes the layers.
@@ -77,8 +79,11 @@ def set_by_user(model: Capabilities, key: str) -> bool:
     return config.source(key).is_user and getattr(config, key) != default
 
 
-def inert_message(model: Capabilities, key: str, condition: Condition, requirement: str) -> str:
+def inert_message(
+    model: Capabilities, key: str, condition: Condition, requirement: Requirement
+) -> str:
     value = getattr(model.config, key)
+    requirement = requirement if isinstance(requirement, str) else requirement(model)
     requirement = requirement.replace("{block}", model.config.decoder_block.value)
     if "{blocks}" in requirement:
         blocks = decoder_blocks(model.config, condition)

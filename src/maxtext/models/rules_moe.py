@@ -1,13 +1,34 @@
 """Rules of the mixture-of-experts keys that need the layers."""
 
+from collections.abc import Callable
+
 from maxtext.models.capabilities import Capabilities, changed
 from maxtext.models.rule import inert_unless, inert_unless_layers_depend
 
 NEEDS_EXPERTS = "num_experts above 1 in {blocks}"
+# Keys that may leave no layer with experts: a value with which some layer has, and what to set.
+DENSE_LAYER_KEYS = (
+    ("first_num_dense_layers", 0, "first_num_dense_layers below the number of layers"),
+    ("interleave_moe_layer_step", 1, "interleave_moe_layer_step up to the number of layers"),
+)
 
 
 def has_experts(model: Capabilities) -> bool:
     return model.has_experts
+
+
+def some_expert_layer(otherwise: str) -> Callable[[Capabilities], str]:
+    """What a model with experts needs to have a layer with them, or else `otherwise`."""
+
+    def requirement(model: Capabilities) -> str:
+        if model.has_experts or model.config.num_experts == 1:
+            return otherwise
+        for key, value, needed in DENSE_LAYER_KEYS:
+            if Capabilities(changed(model.config, **{key: value})).has_experts:
+                return f"{needed}, {model.config.num_decoder_layers}"
+        return otherwise
+
+    return requirement
 
 
 def saves_custom_tensors(model: Capabilities) -> bool:
@@ -28,10 +49,10 @@ def has_selection_bias(model: Capabilities) -> bool:
     return any(spec.router.bias == "selection" for spec in biased.moe_specs)
 
 
-inert_unless_layers_depend("{blocks}", "num_experts")
+inert_unless_layers_depend(some_expert_layer("{blocks}"), "num_experts")
 inert_unless(
     has_experts,
-    NEEDS_EXPERTS,
+    some_expert_layer(NEEDS_EXPERTS),
     "num_experts_per_tok",
     "base_moe_mlp_dim",
     "capacity_factor",
@@ -50,7 +71,7 @@ inert_unless(
     "moe_fsdp_use_two_stage_all_gather",
     "shard_exp_on_fsdp",
 )
-inert_unless(has_experts, NEEDS_EXPERTS, "float32_weight_sum", "shared_experts")
+inert_unless(has_experts, some_expert_layer(NEEDS_EXPERTS), "float32_weight_sum", "shared_experts")
 inert_unless(
     lambda model: not model.has_experts or sums_weighted_outputs(model),
     "a decoder_block other than {block}, which weights the inputs of experts and always sums in "

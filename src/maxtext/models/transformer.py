@@ -12,7 +12,7 @@ from maxtext.common import hash_rng
 from maxtext.configs.types import MaxTextConfig
 from maxtext.layers.adapters import HEAD, AdapterSpec, adapter_inputs, use_adapter_inputs
 from maxtext.layers.attention import ATTENTIONS
-from maxtext.layers.cache import CacheSize
+from maxtext.layers.cache import CacheConfig
 from maxtext.layers.context import TRAIN, BuildContext, choose, describe_choices
 from maxtext.layers.decoder_layer import BLOCKS
 from maxtext.layers.embeddings import Embedding, Positions, build_embedding, sinusoids
@@ -25,7 +25,7 @@ from maxtext.layers.multi_token import MultiToken, MultiTokenSpec
 from maxtext.layers.norms import Norm
 from maxtext.layers.parameters import Initializer, Template
 from maxtext.layers.specs import AttentionSpec, LayerSpec, MlpSpec, NormSpec
-from maxtext.layers.stack import RESIDUAL_AXES, RematPolicy, Stack
+from maxtext.layers.stack import RESIDUAL_AXES, RematTensors, Stack
 from maxtext.models.common import norm_spec
 from maxtext.models.head_loss import HEAD_LOSSES, HeadSpec
 from maxtext.models.registry import family, layers, segments
@@ -229,13 +229,13 @@ class Transformer(nnx.Module):
         return self.head_loss.run(self, x, targets, tiles)
 
 
-def empty_caches(config: MaxTextConfig, size: CacheSize) -> Caches | None:
+def empty_caches(config: MaxTextConfig, cache_config: CacheConfig) -> Caches | None:
     """One a layer; None: some layer needs all tokens anew."""
     caches = []
     for layer in layers(config):
         if not isinstance(layer, LayerSpec) or layer.engram is not None:
             return None
-        cache = layer.attention.cache(size)
+        cache = layer.attention.cache(cache_config)
         if cache is None:
             return None
         caches.append(cache)
@@ -271,10 +271,10 @@ def multi_token(config: MaxTextConfig, initializer: Initializer, dtype: Any) -> 
     return spec.build(initializer, config.emb_dim, dtype, remat(config))
 
 
-def remat(config: MaxTextConfig) -> RematPolicy | None:
+def remat(config: MaxTextConfig) -> RematTensors | None:
     if config.tensors_on_device is None or config.tensors_to_offload is None:
         return None
-    return RematPolicy(tuple(config.tensors_on_device), tuple(config.tensors_to_offload))
+    return RematTensors(tuple(config.tensors_on_device), tuple(config.tensors_to_offload))
 
 
 def build_context(

@@ -70,7 +70,7 @@ def activations_by_policy(
                 recompute=recomputed / (step_flops / 3),
             )
         )
-    # Of policies with the same recomputation, the one that offloads least and saves least.
+    # Policies with the same recomputation are sorted by what they offload, then by what they save.
     return sorted(
         activations,
         key=lambda saved: (round(saved.recompute, 4), saved.layers.host, saved.layers.device),

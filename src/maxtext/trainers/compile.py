@@ -16,8 +16,8 @@ from maxtext.trainers.run_context import RunContext
 from maxtext.trainers.shardings import with_shardings
 from maxtext.trainers.step import STOP_FLAG, make_eval_step, make_train_step
 
-# By platform. On CPUs, LLVM at optimization level 1 compiles a step in three quarters of the time,
-# and the step runs as fast. XLA_FLAGS override these options.
+# The keys are platforms. On CPUs, LLVM at optimization level 1 compiles a step in three quarters
+# of the time, and the step runs as fast. XLA_FLAGS override these options.
 COMPILER_OPTIONS: dict[str, dict[str, Any]] = {"cpu": {"xla_backend_optimization_level": 1}}
 # in the error message of the TPU compiler
 SHORTAGE = re.compile(r"Used \S+ of \S+ \w+\. Exceeded .*? by [\d.]+\w+")

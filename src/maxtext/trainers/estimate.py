@@ -219,8 +219,8 @@ def estimate_memory(config: MaxTextConfig, target: Target, compiling: bool = Tru
         active=active_count(config, context.template.weights),
         weights=weights,
         optimizer=shard_bytes(
-            (state.step, state.optimizer, state.nonfinite_steps),
-            (shardings.step, shardings.optimizer, shardings.nonfinite_steps),
+            (state.step, state.opt_state, state.nonfinite_steps),
+            (shardings.step, shardings.opt_state, shardings.nonfinite_steps),
         ),
         gradients=shard_bytes(
             select(state.weights, context.trained),
@@ -327,6 +327,6 @@ def suggest_plans(estimate: Estimate, searching: bool = False) -> dict[str, Plan
 
 
 def describe_shortage(estimate: Estimate) -> str:
-    """By how much the target is too small."""
+    """Says by how much the target is too small."""
     excess = estimate.needed - (estimate.target.memory_bytes or 0)
     return estimate.refusal or f"{format_bytes(excess)} a device too much"

@@ -240,7 +240,7 @@ def state_and_key(context: RunContext, tree: dict[str, Any]) -> tuple[TrainState
     wrap_key = jax.jit(jax.random.wrap_key_data, out_shardings=replicated)
     zero = jax.jit(lambda: jnp.zeros((), jnp.int32), out_shardings=replicated)()
     state = TrainState(
-        step=tree["step"], weights=weights, optimizer=tree[OPTIMIZER], nonfinite_steps=zero
+        step=tree["step"], weights=weights, opt_state=tree[OPTIMIZER], nonfinite_steps=zero
     )
     return state, wrap_key(tree["key"])
 
@@ -252,7 +252,7 @@ def abstract_tree(context: RunContext) -> dict[str, Any]:
     return {
         "step": state.step,
         WEIGHTS: weights_to_save(context, state.weights),
-        OPTIMIZER: state.optimizer,
+        OPTIMIZER: state.opt_state,
         "key": jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=context.shardings.replicated),
     }
 
@@ -390,6 +390,6 @@ def tree_to_save(context: RunContext, state: TrainState, key: jax.Array) -> dict
     """As abstract_tree, with values. `nonfinite_steps` is not saved: a resumed run starts at 0."""
     weights = weights_to_save(context, state.weights)
     leaves: dict[TreePath, Any] = to_flat_dict(
-        {"step": state.step, WEIGHTS: weights, OPTIMIZER: state.optimizer}
+        {"step": state.step, WEIGHTS: weights, OPTIMIZER: state.opt_state}
     )
     return from_flat_dict(leaves) | {"key": jax.random.key_data(key)}

@@ -90,7 +90,7 @@ class RunContext:
         return TrainState(
             step=jnp.zeros((), jnp.int32),
             weights=weights,
-            optimizer=self.optimizer.init(select(weights, self.trained)),
+            opt_state=self.optimizer.init(select(weights, self.trained)),
             nonfinite_steps=jnp.zeros((), jnp.int32),
         )
 

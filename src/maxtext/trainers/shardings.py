@@ -32,12 +32,12 @@ class Shardings:
 
     @property
     def replicated(self) -> Any:
-        """Of scalars, metrics and RNG keys."""
+        """The sharding of scalars, metrics and RNG keys."""
         return self.rules.replicated()
 
     @property
     def one_per_device(self) -> Any:
-        """Of a [devices] array."""
+        """The sharding of a [devices] array."""
         return self.rules.one_per_device()
 
     @property
@@ -53,8 +53,8 @@ class Shardings:
 
     @cached_property
     def gradients(self) -> Any:
-        """Of gradients when they reach the optimizer, and of its moments while it updates them:
-        those of the weights, with ZeRO-1 also split over the data axis."""
+        """The shardings of gradients when they reach the optimizer, and of its moments while it
+        updates them: those of the weights, with ZeRO-1 also split over the data axis."""
         shardings = jax.tree.map(on_device, self.weights)
         if not self.config.shard_optimizer_over_data:
             return shardings
@@ -100,7 +100,8 @@ class Shardings:
         return reference and self.rules.shardings(self.reference_axes, reference)
 
     def batch(self, shape: tuple[int, ...]) -> Any:
-        """By the logical axes of input data, over the mesh axes that data_sharding allows."""
+        """The sharding by the logical axes of input data, over the mesh axes that data_sharding
+        allows."""
         allowed = {
             axis
             for axes in self.config.data_sharding

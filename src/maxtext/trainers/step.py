@@ -8,6 +8,7 @@ the split does not change the update.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import IntEnum
+from functools import partial
 from typing import Any
 
 import jax
@@ -56,7 +57,7 @@ class TrainState:
 
     step: jax.Array
     weights: Any
-    optimizer: Any
+    opt_state: Any
     nonfinite_steps: jax.Array
     reference: Any = None
 
@@ -97,7 +98,7 @@ def make_train_step(
             gradients = to_device(gradients)
             state = replace(state, weights=to_device(state.weights))
         if config.optimizer_memory_host_offload:
-            state = replace(state, optimizer=to_device(state.optimizer))
+            state = replace(state, opt_state=to_device(state.opt_state))
         gradients = constrain_gradients(zero_unless_trained(config, gradients))
         gradients = jax.tree.map(
             lambda gradient: gradient.astype(config.grad_dtype.value), gradients
@@ -105,8 +106,8 @@ def make_train_step(
         value = report.total(config)
         clipped, raw_norm, norm = clip_by_global_norm(gradients, config.gradient_clipping_threshold)
         trained_weights = select(state.weights, trained)
-        updates, optimizer_state = optimizer.update(
-            clipped, state.optimizer, trained_weights, loss=value, raw_grad_norm=raw_norm
+        updates, opt_state = optimizer.update(
+            clipped, state.opt_state, trained_weights, loss=value, raw_grad_norm=raw_norm
         )
         # Weight decay would change weights without a gradient.
         trained_weights = optax.apply_updates(trained_weights, zero_unless_trained(config, updates))
@@ -115,10 +116,10 @@ def make_train_step(
             weights = auto_sharded_like_first(
                 lambda weights, aux: after_update(config, weights, aux), weights, report.layer_aux
             )
-        skipped = getattr(optimizer_state, "skipped", None)
+        skipped = getattr(opt_state, "skipped", None)
         if skipped is not None:
             weights = select_tree(skipped, state.weights, weights)
-        new = replace(state, step=state.step + 1, weights=weights, optimizer=optimizer_state)
+        new = replace(state, step=state.step + 1, weights=weights, opt_state=opt_state)
         if config.abort_on_nan_loss or config.abort_on_inf_loss:
             nonfinite = is_nonfinite(config, value) | is_nonfinite(config, raw_norm)
             new = skip_update_if_nonfinite(config, new, state, nonfinite)
@@ -220,7 +221,7 @@ def select_tree(condition: jax.Array, on_true: Any, on_false: Any) -> Any:
 
 def updates_done(state: TrainState) -> jax.Array:
     """The optimizer's own count, which indexes its schedule: a skipped step does not advance it."""
-    counts = optax.tree_utils.tree_get_all_with_path(state.optimizer, "count")
+    counts = optax.tree_utils.tree_get_all_with_path(state.opt_state, "count")
     return counts[0][1] if counts else state.step
 
 
@@ -239,40 +240,48 @@ def accumulate(
     """
     if microbatches == 1:
         return gradient(weights, batch, key)
+    parts = jax.tree.map(partial(split_rows, microbatches=microbatches), batch)
+    gradient = with_accum_dtype(gradient, accum_dtype)
 
-    def microbatch_gradient(weights: Any, batch: Batch, key: jax.Array | None) -> tuple[Any, Any]:
-        gradients, aux = gradient(weights, batch, key)
+    def add(total: Any, indexed: tuple[jax.Array, Batch]) -> tuple[Any, None]:
+        index, microbatch = indexed
+        microbatch_key = None if key is None else jax.random.fold_in(key, index)
+        values = gradient(weights, microbatch, microbatch_key)
+        return jax.tree.map_with_path(accumulate_leaf, total, values), None
+
+    shapes = jax.eval_shape(gradient, weights, jax.tree.map(lambda field: field[0], parts), key)
+    total, _ = jax.lax.scan(add, zeros_like(shapes), (jnp.arange(microbatches), parts))
+    return total
+
+
+def with_accum_dtype(gradient: Callable, accum_dtype: Any) -> Callable:
+    """`gradient`, with gradients in `accum_dtype`, or in their own dtype if that is wider."""
+
+    def run(*args: Any) -> tuple[Any, Any]:
+        gradients, aux = gradient(*args)
         gradients = jax.tree.map(
             lambda leaf: leaf.astype(jnp.promote_types(leaf.dtype, accum_dtype)), gradients
         )
         return gradients, aux
 
+    return run
+
+
+def split_rows(field: jax.Array, microbatches: int) -> jax.Array:
+    """[B, S] to [microbatches, B / microbatches, S]: row b goes to microbatch b % microbatches, so
+    that every microbatch has rows of every device."""
+
     def interleave(field: jax.Array) -> jax.Array:
-        # [B, S] to [microbatches, B / microbatches, S]: row b goes to microbatch b % microbatches,
-        # so that every microbatch has rows of every device.
         parts = field.reshape(field.shape[0] // microbatches, microbatches, *field.shape[1:])
         return parts.swapaxes(0, 1)
 
-    def split(field: jax.Array) -> jax.Array:
-        axes = (None, "activation_embed_and_logits_batch", "activation_norm_length")
-        return auto_sharded(interleave, field, out_axes=axes)
+    axes = (None, "activation_embed_and_logits_batch", "activation_norm_length")
+    return auto_sharded(interleave, field, out_axes=axes)
 
-    def combine(path: tuple, total: jax.Array, value: jax.Array) -> jax.Array:
-        is_maximum = getattr(path[-1], "key", None) in aux_names.MAXIMA
-        return jnp.maximum(total, value) if is_maximum else total + value
 
-    def add(total: Any, indexed: tuple[jax.Array, Batch]) -> tuple[Any, None]:
-        index, microbatch = indexed
-        microbatch_key = None if key is None else jax.random.fold_in(key, index)
-        values = microbatch_gradient(weights, microbatch, microbatch_key)
-        return jax.tree.map_with_path(combine, total, values), None
-
-    parts = jax.tree.map(split, batch)
-    shapes = jax.eval_shape(
-        microbatch_gradient, weights, jax.tree.map(lambda field: field[0], parts), key
-    )
-    total, _ = jax.lax.scan(add, zeros_like(shapes), (jnp.arange(microbatches), parts))
-    return total
+def accumulate_leaf(path: tuple, total: jax.Array, value: jax.Array) -> jax.Array:
+    is_maximum = getattr(path[-1], "key", None) in aux_names.MAXIMA
+    return jnp.maximum(total, value) if is_maximum else total + value
 
 
 def make_eval_step(objective: Objective) -> Callable[[Any, Any, Batch], Metrics]:

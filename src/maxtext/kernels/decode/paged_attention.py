@@ -156,7 +156,7 @@ def paged_attention(
 
 
 def tile_bytes(block: int, head_dim: int, dtype: Any) -> int:
-    """Of a block of keys and values."""
+    """The bytes of a block of keys and values."""
     return 2 * block * head_dim * max(jnp.dtype(dtype).itemsize, 1)
 
 

@@ -56,8 +56,10 @@ class AttentionSpec(MixerSpec):
     float32_product: bool = field(default=False, metadata=IMPLEMENTATION)
     float32_logits: bool = field(default=False, metadata=IMPLEMENTATION)
     blocks: BlockSizes | None = field(default=None, metadata=IMPLEMENTATION)
-    # Tokens that the kernel for paged attention reads at a time; it is then required.
-    ragged: int = field(default=0, metadata=IMPLEMENTATION)
+    # decode steps must use the kernel for paged attention; false: where it is supported
+    requires_paged_kernel: bool = field(default=False, metadata=IMPLEMENTATION)
+    # tokens that this kernel reads at a time; None: its default
+    paged_kernel_block: int | None = field(default=None, metadata=IMPLEMENTATION)
 
     @property
     def head_dims(self) -> tuple[int, int, int, int]:

@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
-    from maxtext.layers.cache import CacheSize
+    from maxtext.layers.cache import CacheConfig
     from maxtext.layers.parameters import Initializer
 
 # Metadata of a field that chooses how a layer computes its output, or that only training uses:
@@ -33,8 +33,8 @@ class Spec:
 
 
 class MixerSpec(Spec):
-    """A token mixer. `empty_cache(spec, size)` of its module creates the cache."""
+    """A token mixer. `empty_cache(spec, cache_config)` of its module creates the cache."""
 
-    def cache(self, size: "CacheSize") -> Any:
+    def cache(self, cache_config: "CacheConfig") -> Any:
         """An empty cache; None if the layer needs all tokens anew."""
-        return self.import_module().empty_cache(self, size)
+        return self.import_module().empty_cache(self, cache_config)
