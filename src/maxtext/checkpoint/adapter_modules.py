@@ -73,8 +73,32 @@ class ModuleRule:
         assert bound is not None, "the rule was bound to the shapes of the model before"
         return bound
 
+    @property
+    def merges_modules(self) -> bool:
+        """Whether several HF modules are one native layer."""
+        return len(self.hf) > 1 and not self.stacks_experts
+
+    @property
+    def merged_axis(self) -> int:
+        """The axis of the native weight along which HF modules are concatenated."""
+        axis = self.rule.pairs[0].pattern.native.index(str(self.rule.join))
+        shape = self.shapes[self.native[0]]
+        if axis == len(shape.inputs) + len(shape.outputs) - 1:
+            raise ConfigError(
+                f"{self.native[0]} has no layout for the adapters of {', '.join(self.hf)}: unset "
+                "the key that fuses them"
+            )
+        return axis
+
+    def a_shape(self, path: str, rank: int) -> Shape:
+        shape = list(self.shapes[path].a(rank))
+        if self.merges_modules:
+            full = self.shapes[path]
+            shape[self.merged_axis] = (*full.inputs, *full.outputs)[self.merged_axis]
+        return tuple(shape)
+
     def bind_a(self, rank: int) -> BoundRule:
-        return self.bind({path: self.shapes[path].a(rank) for path in self.native})
+        return self.bind({path: self.a_shape(path, rank) for path in self.native})
 
     def bind_b(self, rank: int) -> BoundRule:
         return self.bind({path: self.shapes[path].b(rank) for path in self.native})
@@ -101,18 +125,28 @@ class ModuleRule:
         elif len(self.hf) == 1:
             arrays = self.bind_a(rank).to_native([tensors[0][self.rows_of_a(rank) % rank]])
         else:
-            arrays = [self.bind_a(rank).to_native([tensor] * len(self.hf))[0] for tensor in tensors]
-        flat = [
+            return [self.merge_a(tensors)]
+        return [
             array.reshape(*self.shapes[path].batch, *self.shapes[path].inputs, rank)
-            for array, path in zip(arrays, self.native * len(arrays), strict=False)
+            for array, path in zip(arrays, self.native, strict=True)
         ]
-        joined = len(self.hf) > 1 and not self.stacks_experts
-        return [np.concatenate(flat, axis=-1)] if joined else flat
+
+    def merge_a(self, tensors: Sequence[np.ndarray]) -> np.ndarray:
+        """[*inputs, total rank] of a native layer that is several HF modules. The rule has copies
+        of A along the merged axis; one of each module is taken."""
+        rank, inputs = tensors[0].shape[0], self.shapes[self.native[0]].inputs
+        bound = self.bind_a(rank)
+        counts = [shape[0] // rank for shape in bound.hf_shapes]
+        copies = [np.tile(a, (count, 1)) for a, count in zip(tensors, counts, strict=True)]
+        (array,) = bound.to_native(copies)
+        firsts = [sum(counts[:index]) for index in range(len(counts))]
+        parts = [np.take(array, first, axis=self.merged_axis) for first in firsts]
+        return np.concatenate([part.reshape(*inputs, rank) for part in parts], axis=-1)
 
     def b_to_native(self, tensors: Sequence[np.ndarray]) -> list[np.ndarray]:
         """B [out, r] of each HF module -> lora_b [*batch, R, *outputs] of each native layer."""
         rank = tensors[0].shape[1]
-        if len(self.hf) > 1 and not self.stacks_experts:
+        if self.merges_modules:
             rank *= len(self.hf)
             tensors = [
                 in_columns(tensor, index * tensor.shape[1], rank)
@@ -131,42 +165,48 @@ class ModuleRule:
     ) -> list[tuple[np.ndarray, np.ndarray]]:
         """(A [R, in], B [out, R]) of each HF module from (lora_a, lora_b) of the native layers that
         have an adapter."""
-        dtype = next(iter(factors.values()))[0].dtype
         rank = max(a.shape[-1] for a, _ in factors.values())
-        a_arrays, b_arrays = [], []
-        for path in self.native:
-            shape = self.shapes[path]
-            a, b = factors.get(path, (np.zeros(0, dtype), np.zeros(0, dtype)))
-            batch = len(shape.batch)
-            a_arrays.append(padded(a, (*shape.batch, *shape.inputs, rank), dtype))
-            b_arrays.append(padded(b, (*shape.batch, rank, *shape.outputs), dtype))
-            if batch and len(self.native) > 1:
-                raise ConfigError(f"experts of {self.hf[0]} cannot be written as PEFT tensors")
+        a_arrays, b_arrays = self.padded_factors(factors, rank)
         present = [a for a, path in zip(a_arrays, self.native, strict=True) if path in factors]
         shared = all(np.array_equal(present[0], a) for a in present)
         if shared:
             a_arrays = [present[0]] * len(a_arrays)
-        a_tensors = list(
-            self.bind_a(rank).to_hf(
-                [
-                    a.reshape(self.shapes[p].a(rank))
-                    for a, p in zip(a_arrays, self.native, strict=True)
-                ]
-            )
-        )
-        total = rank
-        if len(self.native) > 1:
+        a_tensors = list(self.bind_a(rank).to_hf([*map(self.spread_a, self.native, a_arrays)]))
+        if self.merges_modules:
+            a_tensors = [tensor[:rank] for tensor in a_tensors]
+        elif len(self.native) > 1:
             rows = np.argsort(self.rows_of_a(rank), kind="stable")
             a_tensors = [a_tensors[0][rows[:rank] if shared else rows]]
-            if not shared:
-                total = rank * len(self.native)
-                b_arrays = [in_rows(b, index * rank, total) for index, b in enumerate(b_arrays)]
-        elif len(self.hf) > 1 and not self.stacks_experts:
-            a_tensors = [a_tensors[0][:rank]] * len(self.hf)
+        total = rank
+        if not shared:
+            total = rank * len(self.native)
+            b_arrays = [in_rows(b, index * rank, total) for index, b in enumerate(b_arrays)]
+        shapes = [self.shapes[path].b(total) for path in self.native]
         b_tensors = self.bind_b(total).to_hf(
-            [b.reshape(self.shapes[p].b(total)) for b, p in zip(b_arrays, self.native, strict=True)]
+            [b.reshape(shape) for b, shape in zip(b_arrays, shapes, strict=True)]
         )
         return list(zip(a_tensors, b_tensors, strict=True))
+
+    def padded_factors(
+        self, factors: Mapping[str, tuple[np.ndarray, np.ndarray]], rank: int
+    ) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """lora_a and lora_b of all native layers at one rank; zeros for layers without."""
+        dtype = next(iter(factors.values()))[0].dtype
+        nothing = np.zeros(0, dtype), np.zeros(0, dtype)
+        a_arrays, b_arrays = [], []
+        for path in self.native:
+            shape = self.shapes[path]
+            a, b = factors.get(path, nothing)
+            a_arrays.append(padded(a, (*shape.batch, *shape.inputs, rank), dtype))
+            b_arrays.append(padded(b, (*shape.batch, rank, *shape.outputs), dtype))
+        return a_arrays, b_arrays
+
+    def spread_a(self, path: str, a: np.ndarray) -> np.ndarray:
+        """lora_a in the shape that the rule of A has, with copies along a merged axis."""
+        rank = a.shape[-1]
+        return np.ascontiguousarray(
+            np.broadcast_to(a.reshape(self.shapes[path].a(rank)), self.a_shape(path, rank))
+        )
 
     # DoRA's magnitudes [out] are B of rank 1.
 

@@ -134,8 +134,9 @@ class Adapter:
         return cls(spec, tensors, saved)
 
     def tree(self, template: Template, config: MaxTextConfig) -> Tree:
-        """The parameters of the adapter in a model that is built with its spec, on the host. Layers
-        without an adapter, and ranks below the largest of a stack, are padded with zeros."""
+        """The parameters of the adapter in a model that is built with its spec, on the host, and
+        the weights that it saved in full. Layers without an adapter, and ranks below the largest of
+        a stack, are padded with zeros. Raises ConfigError if the model lacks a saved weight."""
         infos = model_param_infos(template, config)
         leaves: dict[ParamPath, np.ndarray] = {}
         shapes = {info.path: info for name, info in infos.items() if is_adapter(info.path)}
@@ -145,6 +146,13 @@ class Adapter:
             array = self.tensors.get(name, np.zeros(0, info.dtype))
             layer = padded(array.astype(info.dtype), info.shape, info.dtype)
             write_layer(leaves, info, layer, infos)
+        for name, array in self.saved.items():
+            if name not in infos:
+                raise ConfigError(
+                    f"the adapter has a {name} of its own, and the head of this model is its "
+                    "embedding: such an adapter can be served, but not trained"
+                )
+            leaves[infos[name].path] = array.astype(infos[name].dtype)
         return unflatten(leaves)
 
     @property

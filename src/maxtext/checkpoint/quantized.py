@@ -27,6 +27,7 @@ from maxtext.checkpoint.tensors import (
     shape_mismatch,
 )
 from maxtext.checkpoint.weights import (
+    LoadLeaf,
     ModelWeights,
     ParamInfo,
     ParamPath,
@@ -254,9 +255,10 @@ def load_model(
     quantized_leaves = {
         path: leaf for path, leaf in flatten(weights).items() if isinstance(leaf, QuantizedWeight)
     }
-    contracted = flatten(template.contracted)
     if folder is not None:
         raise_problems(folder.title, mismatches(folder, param_infos, quantized_leaves))
+
+    load_floats = quantizing_loader(source, template, quantized_leaves, dtype)
 
     def load(
         path: ParamPath,
@@ -265,12 +267,8 @@ def load_model(
         sharding: Any,
         host_bytes: int,
     ) -> Any:
-        if path not in quantized_leaves:
-            return load_leaf(source, params, leaf, sharding, host_bytes)
-        if folder is None:
-            floats = load_leaf(source, params, leaf, sharding.qvalue, host_bytes)
-            quantize = quantize_function(contracted[path], dtype, sharding)
-            return jax.block_until_ready(quantize(floats))
+        if path not in quantized_leaves or folder is None:
+            return load_floats(path, params, leaf, sharding, host_bytes)
         values, scale = (
             TensorInfo(np.dtype(array.dtype), array.shape)
             for array in jax.tree.leaves(quantized_leaves[path])
@@ -282,6 +280,52 @@ def load_model(
 
     shardings = rules.shardings(axes, weights)
     return load_weights(source, param_infos, template, shardings, progress=progress, load=load)
+
+
+def load_base(
+    source: TensorSource,
+    param_infos: Mapping[str, ParamInfo],
+    template: Template,
+    rules: AxisRules,
+    dtype: str,
+    group: int,
+    progress: Progress | None = None,
+) -> Tree:
+    """Load the frozen weights under adapters (QLoRA), each quantized to int8, int4 or nf4 as soon
+    as it is loaded; see `quantize_base`. `template` is of the model without adapters."""
+    axes, weights = abstract_quantized(template, dtype, group, head=False)
+    quantized_leaves = {
+        path: leaf for path, leaf in flatten(weights).items() if isinstance(leaf, QuantizedWeight)
+    }
+    load = quantizing_loader(source, template, quantized_leaves, dtype, group)
+    shardings = rules.shardings(axes, weights)
+    return load_weights(source, param_infos, template, shardings, progress=progress, load=load)
+
+
+def quantizing_loader(
+    source: TensorSource,
+    template: Template,
+    quantized_leaves: Mapping[ParamPath, QuantizedWeight],
+    dtype: Any,
+    group: int | None = None,
+) -> LoadLeaf:
+    """Loads leaves, and quantizes some of them."""
+    contracted = flatten(template.contracted)
+
+    def load(
+        path: ParamPath,
+        params: Mapping[str, ParamInfo],
+        leaf: TensorInfo,
+        sharding: Any,
+        host_bytes: int,
+    ) -> Any:
+        if path not in quantized_leaves:
+            return load_leaf(source, params, leaf, sharding, host_bytes)
+        floats = load_leaf(source, params, leaf, sharding.qvalue, host_bytes)
+        quantize = quantize_function(contracted[path], dtype, sharding, group)
+        return jax.block_until_ready(quantize(floats))
+
+    return load
 
 
 def mismatches(
@@ -304,9 +348,10 @@ def mismatches(
 
 @lru_cache
 def quantize_function(
-    contracted: tuple[int, ...], dtype: Any, sharding: QuantizedWeight
+    contracted: tuple[int, ...], dtype: Any, sharding: QuantizedWeight, group: int | None = None
 ) -> Callable[[jax.Array], QuantizedWeight]:
     """Compiled once for all weights of the same kind."""
     return jax.jit(
-        partial(quantize_weight, contracted=contracted, dtype=dtype), out_shardings=sharding
+        partial(quantize_weight, contracted=contracted, dtype=dtype, group=group),
+        out_shardings=sharding,
     )

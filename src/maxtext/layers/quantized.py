@@ -16,33 +16,56 @@ import jax.numpy as jnp
 from jax.experimental.layout import Format, Layout
 
 from maxtext.kernels.weight_only import QuantizedWeight, quantize_weight
+from maxtext.layers.adapters import HEAD
 from maxtext.layers.context import BuildContext
 from maxtext.layers.parameters import Template, Tree
 
 
 def quantize_weights(
-    template: Template, weights: Tree, dtype: Any, group: int | None = None
+    template: Template,
+    weights: Tree,
+    dtype: Any,
+    group: int | None = None,
+    head: bool = True,
 ) -> Tree:
     """The weights, quantized to `dtype` where that is possible; unchanged if `dtype` is None.
-    `group` is as in `quantize_weight`."""
+    `group` is as in `quantize_weight`; without `head`, the output head stays in floats."""
     if dtype is None:
         return weights
     return map_quantizable(
-        lambda leaf, contracted: quantize_weight(leaf, contracted, dtype, group), template, weights
+        lambda leaf, contracted: quantize_weight(leaf, contracted, dtype, group),
+        template,
+        weights,
+        head,
     )
 
 
+def quantize_base(template: Template, weights: Tree, dtype: str, group: int) -> Tree:
+    """The frozen weights under adapters (QLoRA) in int8, int4 or nf4, but for the output head. The
+    arrays that are given are deleted one after the other, so that one weight at a time exists
+    twice."""
+    program = jax.jit(quantize_weight, static_argnums=(1, 2, 3))
+
+    def quantize(leaf: jax.Array, contracted: tuple[int, ...]) -> QuantizedWeight:
+        quantized = jax.block_until_ready(program(leaf, contracted, dtype, group))
+        leaf.delete()
+        return quantized
+
+    return map_quantizable(quantize, template, weights, head=False)
+
+
 def abstract_quantized(
-    template: Template, dtype: Any, group: int | None = None
+    template: Template, dtype: Any, group: int | None = None, head: bool = True
 ) -> tuple[Tree, Tree]:
-    """The logical axes and the abstract weights of the model quantized to `dtype`, if not None.
+    """The logical axes and the abstract weights of the model quantized to `dtype`, if not None;
+    `group` and `head` are as in `quantize_weights`.
 
     A scale is sharded like its weight along outputs, and replicated along contracted dimensions.
     """
     if dtype is None:
         return template.axes, template.weights
     weights = jax.eval_shape(
-        lambda weights: quantize_weights(template, weights, dtype, group), template.weights
+        lambda weights: quantize_weights(template, weights, dtype, group, head), template.weights
     )
     axes = map_quantizable(
         lambda names, contracted: QuantizedWeight(
@@ -50,6 +73,7 @@ def abstract_quantized(
         ),
         template,
         template.axes,
+        head,
     )
     return axes, weights
 
@@ -71,13 +95,19 @@ def layout_for_decode(template: Template, weights: Tree, context: BuildContext) 
 
 
 def map_quantizable(
-    function: Callable[[Any, tuple[int, ...]], Any], template: Template, tree: Tree
+    function: Callable[[Any, tuple[int, ...]], Any],
+    template: Template,
+    tree: Tree,
+    head: bool = True,
 ) -> Tree:
     """A tree like the weights, with `function(leaf, contracted dimensions)` for each weight that
-    may be quantized."""
+    may be quantized; without `head`, the output head may not."""
+    contracted = dict(template.contracted)
+    if not head and HEAD in contracted:
+        contracted[HEAD] = dict.fromkeys(contracted[HEAD], ())
     return jax.tree.map(
         lambda _, leaf, contracted: function(leaf, contracted) if contracted else leaf,
         template.weights,
         tree,
-        template.contracted,
+        contracted,
     )

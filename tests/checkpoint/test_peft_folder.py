@@ -1,0 +1,300 @@
+"""PEFT folders: read, written back and merged as by PEFT, for families whose layouts differ."""
+
+import json
+
+import numpy as np
+import pytest
+
+from maxtext.checkpoint.adapter_modules import ModelModules
+from maxtext.checkpoint.adapters import Adapter, adapter_spec
+from maxtext.checkpoint.merge_adapter import merge_folder, merged_weight
+from maxtext.checkpoint.open import open_checkpoint
+from maxtext.checkpoint.peft_folder import read_adapter, to_peft, write_adapter
+from maxtext.common.errors import ConfigError, UserError
+from maxtext.configs.sources import from_python
+from maxtext.inference.loading import resolve_config
+from maxtext.layers.adapters import AdapterSpec, AdapterTarget
+from maxtext.models.configuration import load
+from maxtext.models.transformer import build_context, make_template
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+SIZES = dict(
+    vocab_size=67, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=64, pad_token_id=0, bos_token_id=1,
+    eos_token_id=2,
+)  # fmt: skip
+FAMILIES = {
+    "Llama": dict(tie_word_embeddings=False),
+    "Phi3": dict(),
+    "Mixtral": dict(num_local_experts=3, num_experts_per_tok=2),
+    "DeepseekV3": dict(
+        moe_intermediate_size=8, n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2,
+        n_group=1, topk_group=1, q_lora_rank=8, kv_lora_rank=6, qk_rope_head_dim=4,
+        qk_nope_head_dim=4, v_head_dim=4, first_k_dense_replace=1, num_key_value_heads=4,
+    ),
+}  # fmt: skip
+VARIANTS = {
+    "lora": ("Llama", dict(target_modules=["q_proj", "v_proj", "down_proj"])),
+    "dora": ("Llama", dict(target_modules=["k_proj", "o_proj", "up_proj"], use_dora=True)),
+    "patterns": (
+        "Llama",
+        dict(
+            target_modules=["q_proj", "v_proj"], use_rslora=True, rank_pattern={"v_proj": 3},
+            alpha_pattern={r"layers\.1\.self_attn\.v_proj": 7},
+        ),
+    ),
+    "one layer": ("Llama", dict(target_modules=["q_proj"], layers_to_transform=[1])),
+    "saved head": ("Llama", dict(target_modules=["q_proj"], modules_to_save=["lm_head"])),
+    "outside layers": ("Llama", dict(target_modules=["embed_tokens", "lm_head"])),
+    "fused": ("Phi3", dict(target_modules=["qkv_proj", "gate_up_proj"])),
+    "fused dora": ("Phi3", dict(target_modules=["qkv_proj", "o_proj"], use_dora=True)),
+    "latent attention": (
+        "DeepseekV3",
+        dict(
+            target_modules=[
+                "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj",
+            ],
+        ),
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory):
+    """Folders of tiny models by family, created when they are asked for."""
+    folders = {}
+
+    def base(family):
+        if family not in folders:
+            torch.manual_seed(0)
+            config = getattr(transformers, f"{family}Config")(**(SIZES | FAMILIES[family]))
+            folder = tmp_path_factory.mktemp(family)
+            getattr(transformers, f"{family}ForCausalLM")(config).save_pretrained(folder)
+            folders[family] = folder
+        return folders[family]
+
+    return base
+
+
+def settings_of(folder, **keys):
+    return resolve_config(from_python(keys), open_checkpoint(folder))
+
+
+def tensors(folder, stem="model"):
+    from safetensors.numpy import load_file
+
+    return load_file(folder / f"{stem}.safetensors")
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_folder_is_merged_and_written_back_as_by_peft(variant, bases, tmp_path):
+    peft = pytest.importorskip("peft")
+    family, options = VARIANTS[variant]
+    base = bases(family)
+    model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    lora = peft.LoraConfig(r=4, lora_alpha=10, task_type="CAUSAL_LM", **options)
+    model = peft.get_peft_model(model, lora)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "lora_" in name or "modules_to_save" in name:
+                factor = torch.randn(weight.shape, generator=generator) * 0.2
+                weight.copy_(weight.abs() * (1 + factor) if "magnitude" in name else factor)
+    model.save_pretrained(tmp_path / "adapter")
+    merged = model.merge_and_unload().state_dict()
+    merge_folder(base, tmp_path / "adapter", tmp_path / "merged")
+    result = tensors(tmp_path / "merged")
+    before = tensors(base)
+    assert result.keys() == before.keys()
+    assert any(not np.array_equal(result[name], before[name]) for name in result)
+    for name, tensor in result.items():
+        if name in merged:
+            np.testing.assert_allclose(tensor, merged[name], rtol=1e-5, atol=1e-6, err_msg=name)
+    config = settings_of(base)
+    adapter = read_adapter(tmp_path / "adapter", config)
+    write_adapter(tmp_path / "back", adapter, config)
+    original = tensors(tmp_path / "adapter", "adapter_model")
+    original = {name: array for name, array in original.items() if "base_layer" not in name}
+    written = tensors(tmp_path / "back", "adapter_model")
+    assert written.keys() == original.keys()
+    for name, array in original.items():
+        assert array.dtype == written[name].dtype
+        np.testing.assert_array_equal(array, written[name], err_msg=name)
+
+
+def write_folder(folder, arrays, **settings):
+    from safetensors.numpy import save_file
+
+    folder.mkdir()
+    named = {f"base_model.model.{name}": array for name, array in arrays.items()}
+    save_file(named, folder / "adapter_model.safetensors")
+    defaults = {"peft_type": "LORA", "r": 2, "lora_alpha": 6, "target_modules": ["w1", "w2"]}
+    (folder / "adapter_config.json").write_text(json.dumps(defaults | settings))
+    return folder
+
+
+def factors(module, inputs, outputs, rank=2, seed=0):
+    random = np.random.default_rng(seed)
+    return {
+        f"{module}.lora_A.weight": random.standard_normal((rank, inputs)).astype("float32"),
+        f"{module}.lora_B.weight": random.standard_normal((outputs, rank)).astype("float32"),
+    }
+
+
+def test_experts_are_stacked_in_the_order_of_their_numbers(bases, tmp_path):
+    base = bases("Mixtral")
+    modules = {
+        f"model.layers.1.block_sparse_moe.experts.{expert}.{name}": sizes
+        for expert in range(3)
+        for name, sizes in (("w1", (16, 24)), ("w2", (24, 16)))
+    }
+    arrays = {}
+    for seed, (module, (inputs, outputs)) in enumerate(modules.items()):
+        arrays |= factors(module, inputs, outputs, seed=seed)
+    folder = write_folder(tmp_path / "adapter", arrays)
+    config = settings_of(base)
+    adapter = read_adapter(folder, config)
+    linears = ModelModules.of(config).linears
+    for name, path in (("w1", "layers/1/mlp/experts/wi_0"), ("w2", "layers/1/mlp/experts/wo")):
+        shape = linears[path]
+        zeros = np.zeros((*shape.batch, *shape.inputs, *shape.outputs), np.float32)
+        update = merged_weight(adapter, path, zeros, shape)
+        for expert in range(3):
+            module = f"model.layers.1.block_sparse_moe.experts.{expert}.{name}"
+            a, b = arrays[f"{module}.lora_A.weight"], arrays[f"{module}.lora_B.weight"]
+            np.testing.assert_allclose(update[expert], 3 * (b @ a).T, rtol=1e-5)
+    written, settings = to_peft(adapter, ModelModules.of(config), "")
+    assert settings["r"] == 2
+    assert {name: array.tobytes() for name, array in written.items()} == {
+        name: array.tobytes() for name, array in arrays.items()
+    }
+
+
+def test_layers_of_one_module_with_different_factors_are_written_as_blocks(bases, tmp_path):
+    """query, key and value of Phi-3 were trained apart; PEFT has one qkv_proj."""
+    config = settings_of(bases("Phi3"))
+    modules = ModelModules.of(config)
+    paths = [f"layers/0/attention/{name}" for name in ("query", "value")]
+    spec = AdapterSpec(tuple((path, AdapterTarget(2, 6.0)) for path in paths))
+    random = np.random.default_rng(0)
+    native = {}
+    for path in paths:
+        shape = modules.linears[path]
+        for kind, size in (("lora_a", (*shape.inputs, 2)), ("lora_b", (2, *shape.outputs))):
+            native[f"{path}/{kind}"] = random.standard_normal(size).astype("float32")
+    adapter = Adapter(spec, native)
+    write_adapter(tmp_path / "adapter", adapter, config)
+    settings = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert settings["lora_alpha"] / settings["r"] == 3
+    again = read_adapter(tmp_path / "adapter", config)
+    for path in paths:
+        shape = modules.linears[path]
+        zeros = np.zeros((*shape.inputs, *shape.outputs), np.float32)
+        expected = merged_weight(adapter, path, zeros, shape)
+        np.testing.assert_allclose(
+            merged_weight(again, path, zeros, shape), expected, rtol=1e-5, atol=1e-6
+        )
+    key = modules.linears["layers/0/attention/key"]
+    zeros = np.zeros((*key.inputs, *key.outputs), np.float32)
+    assert not merged_weight(again, "layers/0/attention/key", zeros, key).any()
+
+
+def test_fused_layer_has_the_adapters_of_its_modules(bases, tmp_path):
+    base = bases("Llama")
+    arrays = factors("model.layers.0.self_attn.q_proj", 16, 16)
+    arrays |= factors("model.layers.0.self_attn.v_proj", 16, 8, seed=1)
+    folder = write_folder(tmp_path / "adapter", arrays, target_modules=["q_proj", "v_proj"])
+    config = settings_of(base, fused_qkv=True)
+    adapter = read_adapter(folder, config)
+    modules = ModelModules.of(config)
+    path = "layers/0/attention/qkv"
+    shape = modules.linears[path]
+    zeros = np.zeros((*shape.inputs, *shape.outputs), np.float32)
+    update = merged_weight(adapter, path, zeros, shape)  # [E, K, G + 2, D]
+    query, value = (
+        3 * arrays[f"model.layers.0.self_attn.{name}.lora_B.weight"]
+        @ arrays[f"model.layers.0.self_attn.{name}.lora_A.weight"]
+        for name in ("q_proj", "v_proj")
+    )  # fmt: skip
+    np.testing.assert_allclose(update[:, :, :2].reshape(16, 16), query.T, rtol=1e-4, atol=1e-5)
+    assert not update[:, :, 2].any()
+    np.testing.assert_allclose(update[:, :, 3].reshape(16, 8), value.T, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_tree_of_a_model_gives_the_adapter_back(scan, bases, tmp_path):
+    arrays = factors("model.layers.0.self_attn.q_proj", 16, 16)
+    arrays |= factors("model.layers.1.self_attn.q_proj", 16, 16, rank=3, seed=1)
+    folder = write_folder(
+        tmp_path / "adapter", arrays, target_modules=["q_proj"],
+        rank_pattern={r"layers\.1\.self_attn\.q_proj": 3},
+    )  # fmt: skip
+    config = settings_of(bases("Llama"), scan_layers=scan)
+    adapter = read_adapter(folder, config)
+    template = make_template(config, build_context(config, adapters=adapter.spec))
+    tree = adapter.tree(template, config)
+    again = Adapter.from_tree(adapter.spec, tree, template, config)
+    assert again.tensors.keys() == adapter.tensors.keys()
+    for name, array in adapter.tensors.items():
+        np.testing.assert_array_equal(array, again.tensors[name])
+
+
+def test_problems_name_the_tensor(bases, tmp_path):
+    config = settings_of(bases("Llama"))
+    arrays = factors("model.layers.0.self_attn.q_proj", 16, 20)
+    folder = write_folder(tmp_path / "shape", arrays, target_modules=["q_proj"])
+    with pytest.raises(UserError, match=r"q_proj.lora_B.weight has shape \[20, 2\]"):
+        read_adapter(folder, config)
+    folder = write_folder(tmp_path / "rank", arrays, r=4, target_modules=["q_proj"])
+    with pytest.raises(UserError, match=r"q_proj.lora_A.weight has shape \[2, 16\]"):
+        read_adapter(folder, config)
+    arrays = factors("model.layers.0.attn.c_attn", 16, 16)
+    folder = write_folder(tmp_path / "module", arrays, target_modules=["c_attn"])
+    with pytest.raises(UserError, match="c_attn.lora_A.weight is of a module that the model lacks"):
+        read_adapter(folder, config)
+    with pytest.raises(UserError, match="it is no PEFT adapter"):
+        read_adapter(tmp_path, config)
+
+
+def spec_of(model_name, **keys):
+    run = {"model_name": model_name, "max_target_length": 32, "per_device_batch_size": 1}
+    config = load(None, from_python(run))
+    return adapter_spec(config.model_copy(update={"lora_rank": 4} | keys))
+
+
+def last_names(spec):
+    return {path.split("/", 2)[2] for path, _ in spec.targets}
+
+
+def test_default_targets_are_projections_of_attention_and_mlps():
+    attention = {"attention/query", "attention/key", "attention/value", "attention/out"}
+    assert last_names(spec_of("llama3.1-8b")) == attention | {"mlp/wi_0", "mlp/wi_1", "mlp/wo"}
+    latent = {f"attention/{name}" for name in ("query_a", "query_b", "kv_a", "kv_b", "out")}
+    shared = {f"mlp/shared/{name}" for name in ("wi_0", "wi_1", "wo")}
+    dense = {"mlp/wi_0", "mlp/wi_1", "mlp/wo"}
+    assert last_names(spec_of("deepseek3-tiny")) == latent | shared | dense
+
+
+def test_keys_select_and_scale_targets():
+    spec = spec_of("llama3.1-8b", lora_target_modules=["q_proj", "down_proj"], lora_alpha=12.0)
+    assert last_names(spec) == {"attention/query", "mlp/wo"}
+    assert {spec.scale(target) for _, target in spec.targets} == {3.0}
+    spec = spec_of("llama3.1-8b", lora_module_path="layers/[01]/mlp/.*", lora_use_rslora=True)
+    assert {path for path, _ in spec.targets} == {
+        f"layers/{layer}/mlp/{name}" for layer in (0, 1) for name in ("wi_0", "wi_1", "wo")
+    }
+    assert {spec.scale(target) for _, target in spec.targets} == {2.0}
+    every = spec_of("mixtral-8x7b", lora_target_modules="all-linear")
+    assert not any("experts" in path or path == "head" for path, _ in every.targets)
+    routed = spec_of("mixtral-8x7b", lora_target_modules=["w1"])
+    assert last_names(routed) == {"mlp/experts/wi_0"}
+    assert spec_of("llama3.1-8b", lora_rank=0) is None
+
+
+def test_targets_that_select_nothing_are_refused_with_near_names():
+    with pytest.raises(ConfigError, match=r"\['qproj'\] selects no module.*q_proj"):
+        spec_of("llama3.1-8b", lora_target_modules=["qproj", "v_proj"])
+    with pytest.raises(ConfigError, match="matches no layer; the paths are .*attention/query"):
+        spec_of("llama3.1-8b", lora_module_path="decoder/.*")
