@@ -255,10 +255,9 @@ def test_every_source_gives_the_same_rows(source, configured, tmp_path):
 
 def test_batches_do_not_depend_on_the_batch_size_or_workers(configured):
     """As in pre-training: the rows of a run are those of its streams, in order."""
-    rows, config = chats(12), None
-    sequences = []
-    for size in (2, 3):
-        config = configured(rows, packing=False, data_streams=1)
+    rows, sequences = chats(12), []
+    for size, workers in ((2, 0), (3, 1)):
+        config = configured(rows, packing=False, data_streams=1, grain_worker_count=workers)
         streams = open_data_streams(config, Split.TRAIN, lambda step, size=size: size, [size])
         sequences.append(np.concatenate([batch["targets"] for batch in streams]))
         streams.close()

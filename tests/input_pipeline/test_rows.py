@@ -8,6 +8,7 @@ import pytest
 
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.configs.derive import Devices
+from maxtext.configs.sources import HERE
 from maxtext.input_pipeline.encode_rows import encode_pair, encode_row
 from maxtext.input_pipeline.formats import encode_example
 from maxtext.input_pipeline.formats.example import decode_example
@@ -342,6 +343,20 @@ def test_texts_that_contain_the_prompt(configured):
     two = encode_pair({"chosen": "the fox? dog", "rejected": "the fox? hot tea"}, config)
     for side in ("prompt", "chosen", "rejected"):
         np.testing.assert_array_equal(getattr(two, side), getattr(three, side))
+
+
+def test_columns_of_a_preset_are_no_choice_of_the_user(folder, configured):
+    """The preset names prompt, chosen and rejected."""
+    keys = [f"tokenizer_path={folder}", "vocab_size=512"]
+    preset = load(HERE / "dpo.yml", keys, environ={}, devices=Devices(1))
+    pair = encode_pair({"chosen": "the fox? dog", "rejected": "the fox? hot tea"}, preset)
+    expected = encode_pair(PAIRS["texts"], configured("use_dpo=true"))
+    assert pair.chosen.tolist() == expected.chosen.tolist()
+    named = load(
+        HERE / "dpo.yml", [*keys, "train_data_columns=[good,bad]"], environ={}, devices=Devices(1)
+    )
+    other = encode_pair({"good": "the fox? dog", "bad": "the fox? hot tea", "chosen": "x"}, named)
+    assert other.chosen.tolist() == expected.chosen.tolist()
 
 
 def test_prompt_that_messages_repeat(configured):

@@ -118,6 +118,17 @@ def test_marks_inside_a_macro(tokenizer):
     np.testing.assert_array_equal(chat.mask, expected.mask)
 
 
+def test_long_conversation(tokenizer):
+    messages = [
+        {"role": role, "content": f"{number}"}
+        for number in range(40)
+        for role in ("user", "assistant")
+    ]
+    expected = "".join(f"{number}<|im_end|>" for number in range(40))
+    chat = tokenize(CHATML, tokenizer, messages)
+    assert chat.ids[chat.mask].tolist() == tokenizer.encode_with_specials(expected)
+
+
 @pytest.mark.parametrize("source", [MARKED, CHATML])
 def test_turns_of_the_prompt_are_left_out(source, tokenizer):
     messages = [

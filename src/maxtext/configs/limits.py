@@ -73,6 +73,7 @@ PATH_KEYS = {
     "tokenizer_path",
     "chat_template_path",
     "formatting_func_path",  # or a dotted path
+    "lora_input_adapters_path",
 }
 # Paths that must stay inside another folder.
 INNER_PATHS = {

@@ -24,6 +24,7 @@ from maxtext.tokenizers.interface import Tokenizer
 from maxtext.tokenizers.templates import RenderedTemplate
 
 ASSISTANT = "assistant"
+MAX_RENDERINGS = 32  # in one request: together they share the limits on time and memory
 REPORTED: set[str] = set()  # sources of templates whose turns differ, which are logged once
 
 
@@ -141,7 +142,11 @@ def prefix_spans(
     conversations = [(messages, False)]
     for turn in turns:
         conversations += [(messages[:turn], True), (messages[: turn + 1], False)]
-    results = template.run(conversations, variables)
+    results = [
+        result
+        for start in range(0, len(conversations), MAX_RENDERINGS)
+        for result in template.run(conversations[start : start + MAX_RENDERINGS], variables)
+    ]
     whole = Rendering.from_text(expect(results[0]).text, tokenizer)
     spans = []
     for turn, before, through in zip(turns, results[1::2], results[2::2], strict=True):
