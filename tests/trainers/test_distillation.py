@@ -10,12 +10,14 @@ import torch
 import transformers
 
 from maxtext.checkpoint.open import open_checkpoint
+from maxtext.checkpoint.weights import ModelWeights
 from maxtext.common.errors import ConfigError
 from maxtext.configs.derive import Devices
 from maxtext.configs.sources import from_overrides
 from maxtext.models.configuration import load
 from maxtext.optimizers import learning_rate_schedule, parameter_paths
 from maxtext.sharding import use_rules
+from maxtext.trainers import tune
 from maxtext.trainers.distill_features import pop_features
 from maxtext.trainers.init_state import initial_state, with_reference
 from maxtext.trainers.run_context import RunContext
@@ -289,6 +291,77 @@ def test_only_matched_parameters_are_updated_and_have_optimizer_state(start, bat
     assert len(moments) == 2 * len(names)
 
 
+def parameter(run, weights, name):
+    """A parameter of the student by its name."""
+    return np.asarray(ModelWeights(weights, run.context.objective.maps.student).get(name))
+
+
+@pytest.mark.parametrize("scan_layers", ["true", "false"])
+def test_parameters_are_copied_from_the_teacher_before_the_first_step(
+    start, narrow_teacher, scan_layers
+):
+    run = start(
+        f"teacher_overrides.load_parameters_path={narrow_teacher[0]}",
+        r"distill_weights_copy_map={layers/1/mlp/(.*): layers/0/mlp/\1, head/weight: head/weight}",
+        f"scan_layers={scan_layers}",
+    )
+    state, before = run.state(), initial_state(run.context).weights
+    teacher = narrow_teacher[1].model.layers[1].mlp
+    up = parameter(run, state.weights, "layers/0/mlp/wi_1/weight")
+    np.testing.assert_array_equal(up, teacher.up_proj.weight.detach().numpy().T)
+    head = parameter(run, state.weights, "head/weight")
+    np.testing.assert_array_equal(head, narrow_teacher[1].lm_head.weight.detach().numpy().T)
+    for name in ("layers/0/attention/query/weight", "embedder/embedding"):
+        same = parameter(run, state.weights, name) == parameter(run, before, name)
+        assert same.all(), name
+
+
+@pytest.mark.parametrize("scan_layers", ["true", "false"])
+def test_shared_parameters_stay_equal_and_sum_their_gradients(
+    narrow_teacher, quickly, batch, scan_layers
+):
+    """A student of two layers, both with the query weight of layer 0."""
+    folder, model = narrow_teacher
+    name = "layers/{}/attention/query/weight"
+    run = Run(
+        {"student": folder, "teacher": folder},
+        rf"distill_student_weights_share_map={{{name.format(0)}: {name.format(1)}}}",
+        f"scan_layers={scan_layers}",
+        "distill_alpha=0",
+        quickly=quickly,
+    )
+    state, _ = run.step(run.state(), batch)
+    student = transformers.LlamaForCausalLM.from_pretrained(folder)
+    first, second = (layer.self_attn.q_proj for layer in student.model.layers)
+    second.weight = first.weight
+    torch_losses(student, model, batch)["hard_loss"].backward()
+    torch.optim.SGD([first.weight], lr=RATE).step()
+    weights = [parameter(run, state.weights, name.format(layer)) for layer in (0, 1)]
+    np.testing.assert_array_equal(*weights)
+    expected = first.weight.detach().numpy().T.reshape(weights[0].shape)
+    np.testing.assert_allclose(weights[0], expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("mapping", "message"),
+    [
+        ("distill_weights_copy_map={layer/0/.*: head/weight}", "'layer/0/.*' matches no parameter"),
+        (
+            "distill_weights_copy_map={layers/1/(.*): layers/1/\\1}",
+            "and the student has no such",
+        ),
+        ("distill_weights_copy_map={head/weight: embedder/embedding}", "has the shape"),
+        (
+            "distill_student_weights_share_map={.*/(key)/weight: layers/0/attention/query/weight}",
+            "has the shape",
+        ),
+    ],
+)
+def test_weight_maps_that_do_not_fit_are_refused(start, mapping, message):
+    with pytest.raises(ConfigError, match=message):
+        start(mapping)
+
+
 def test_evaluation_is_the_loss_of_the_student_alone(models, start, batch):
     _, student, teacher = models
     run = start()
@@ -356,3 +429,38 @@ def test_teacher_without_weights_is_refused(start):
     run = start("teacher_overrides.load_parameters_path=", "teacher_overrides.vocab_size=41")
     with pytest.raises(ConfigError, match="set teacher_overrides.load_parameters_path"):
         run.state()
+
+
+@pytest.mark.slow
+def test_stopped_run_resumes_bit_for_bit_and_refuses_another_teacher(models, tmp_path):
+    folders = models[0]
+
+    def train(name, teacher, steps):
+        return tune.distill(
+            folders["student"],
+            teacher,
+            base_output_directory=str(tmp_path),
+            run_name=name,
+            steps=steps,
+            learning_rate_schedule_steps=4,
+            dataset_type="synthetic",
+            packing=False,
+            max_target_length=LENGTH,
+            per_device_batch_size=2,
+            distill_alpha_end=0.0,
+            distill_alpha_schedule="linear",
+            async_checkpointing=False,
+        )
+
+    once = train("once", folders["teacher"], 4)
+    train("twice", folders["teacher"], 2)
+    twice = train("twice", folders["teacher"], 4)
+    assert [row["step"] for row in twice.metrics] == [2, 3]
+    assert [row["distill_alpha"] for row in twice.metrics] == [0.25, 0.125]
+    assert [row["loss"] for row in twice.metrics] == [row["loss"] for row in once.metrics[2:]]
+    weights = (run.result.state.weights for run in (once, twice))
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), *weights))
+    other = tmp_path / "other"
+    save_llama(other, layers=2, embed_dim=24, seed=9)
+    with pytest.raises(ConfigError, match="than those of load_parameters_path=.*other"):
+        train("twice", other, 5)

@@ -32,6 +32,7 @@ from maxtext.trainers.model_losses import (
 )
 from maxtext.trainers.objective import LanguageModel, Sums
 from maxtext.trainers.teacher import read_teacher_weights
+from maxtext.trainers.weight_maps import WeightMaps
 
 TOKEN_SUMS = ("soft_loss", "hard_loss", "kl", "kl_temperature_1", "teacher_loss")
 WEIGHTS = ("distill_alpha", "distill_temperature", "distill_beta")
@@ -41,6 +42,7 @@ WEIGHTS = ("distill_alpha", "distill_temperature", "distill_beta")
 class Distillation(LanguageModel):
     teacher_config: MaxTextConfig
     teacher_template: Template
+    maps: WeightMaps
 
     def with_config(self, config: MaxTextConfig) -> "Distillation":
         update = {"max_segments_per_seq": config.max_segments_per_seq}
@@ -58,6 +60,12 @@ class Distillation(LanguageModel):
 
     def make_reference(self, initial_weights: Callable[[], Any], shardings: Any) -> Any:
         return read_teacher_weights(self.teacher_config, self.teacher_template, shardings)
+
+    def start_weights(self, weights: Any, reference: Any) -> Any:
+        return self.maps.copy(weights, reference)
+
+    def constrain_weights(self, weights: Any) -> Any:
+        return self.maps.share(weights)
 
     def counts(self, batch: Batch) -> Sums:
         tokens = jnp.maximum(jnp.sum(token_weights(batch)), 1.0)
@@ -86,6 +94,7 @@ class Distillation(LanguageModel):
     def losses(
         self, weights: Any, reference: Any, batch: Batch, key: jax.Array | None, step: jax.Array
     ) -> Losses:
+        weights = self.maps.share(weights)
         x, layer_aux = self.run_layers(self.config, self.template, weights, batch, key)
         reference = jax.lax.stop_gradient(reference)
         teacher_x, teacher_aux = self.run_layers(

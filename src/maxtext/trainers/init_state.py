@@ -19,6 +19,7 @@ from maxtext.models.differences import config_differences
 from maxtext.sharding import use_rules
 from maxtext.trainers.run_context import RunContext
 from maxtext.trainers.step import TrainState
+from maxtext.trainers.weight_maps import has_weight_maps
 
 
 def initial_state(context: RunContext, checkpoint: Checkpoint | None = None) -> TrainState:
@@ -65,6 +66,12 @@ def with_reference(
 
     with use_rules(context.rules):
         reference = objective.make_reference(weights, context.shardings.reference)
+        if step == 0 and has_weight_maps(context.config):
+            init = jax.jit(
+                lambda *trees: context.state_from_weights(objective.start_weights(*trees)),
+                out_shardings=context.shardings.state_without_reference,
+            )
+            state = init(state.weights, reference)
     return replace(state, reference=reference)
 
 

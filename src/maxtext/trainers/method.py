@@ -1,6 +1,7 @@
 """From the keys of a configuration to the objective of its method."""
 
 from maxtext.configs.types import MaxTextConfig
+from maxtext.layers.parameters import Template
 from maxtext.models.transformer import build_context, make_template
 from maxtext.sharding import AxisRules
 from maxtext.trainers.distill_features import check_features
@@ -8,6 +9,7 @@ from maxtext.trainers.distillation import Distillation
 from maxtext.trainers.objective import LanguageModel, Objective
 from maxtext.trainers.preference import Preference
 from maxtext.trainers.teacher import teacher_config
+from maxtext.trainers.weight_maps import WeightMaps
 
 
 def make_objective(config: MaxTextConfig, rules: AxisRules) -> Objective:
@@ -16,13 +18,20 @@ def make_objective(config: MaxTextConfig, rules: AxisRules) -> Objective:
     if config.use_dpo:
         return Preference(config, template, base_template=make_template(config, context))
     if config.teacher_overrides:
-        teacher = teacher_config(config, rules)
-        if config.distill_beta > 0:
-            check_features(config, teacher)
-        return Distillation(
-            config,
-            template,
-            teacher_config=teacher,
-            teacher_template=make_template(teacher, build_context(teacher, rules)),
-        )
+        return make_distillation(config, template, rules)
     return LanguageModel(config, template)
+
+
+def make_distillation(config: MaxTextConfig, template: Template, rules: AxisRules) -> Distillation:
+    """Raises ConfigError if the student cannot learn from its teacher."""
+    teacher = teacher_config(config, rules)
+    teacher_template = make_template(teacher, build_context(teacher, rules))
+    if config.distill_beta > 0:
+        check_features(config, teacher)
+    return Distillation(
+        config,
+        template,
+        teacher_config=teacher,
+        teacher_template=teacher_template,
+        maps=WeightMaps.from_config(config, template, teacher, teacher_template),
+    )

@@ -75,6 +75,12 @@ class Objective(Protocol):
         """The reference in these shardings; called if `abstract_reference` is not None.
         `initial_weights` returns the weights of the trained model before the first step."""
 
+    def start_weights(self, weights: Any, reference: Any) -> Any:
+        """The weights of step 0, made of those that were loaded; under jit."""
+
+    def constrain_weights(self, weights: Any) -> Any:
+        """The weights after an update, with the equalities that the objective keeps."""
+
 
 @dataclass(frozen=True)
 class LanguageModel:
@@ -121,3 +127,9 @@ class LanguageModel:
 
     def make_reference(self, initial_weights: Callable[[], Any], shardings: Any) -> Any:
         return None
+
+    def start_weights(self, weights: Any, reference: Any) -> Any:
+        return weights
+
+    def constrain_weights(self, weights: Any) -> Any:
+        return weights

@@ -89,6 +89,12 @@ class Preference:
     def make_reference(self, initial_weights: Callable[[], Any], shardings: Any) -> Any:
         return jax.jit(self.reference_weights, out_shardings=shardings)(initial_weights())
 
+    def start_weights(self, weights: Any, reference: Any) -> Any:
+        return weights
+
+    def constrain_weights(self, weights: Any) -> Any:
+        return weights
+
     def reference_weights(self, weights: Any) -> Any:
         """The reference of a policy that starts with these weights; under jit.
 

@@ -116,6 +116,7 @@ def make_train_step(
             weights = auto_sharded_like_first(
                 lambda weights, aux: after_update(config, weights, aux), weights, report.layer_aux
             )
+        weights = auto_sharded_like_first(objective.constrain_weights, weights)
         skipped = getattr(opt_state, "skipped", None)
         if skipped is not None:
             weights = select_tree(skipped, state.weights, weights)

@@ -1,6 +1,7 @@
 """Rules of distillation."""
 
 import re
+from collections.abc import Iterable
 
 from maxtext.configs.rules.rule import in_range, inert_unless, rule
 from maxtext.configs.types import Settings
@@ -29,6 +30,8 @@ inert_unless(
     "distill_beta",
     "distill_beta_end",
     "distill_beta_schedule",
+    "distill_weights_copy_map",
+    "distill_student_weights_share_map",
 )
 inert_unless(
     lambda s: s.distill_beta > 0,
@@ -98,9 +101,24 @@ def updated_parameters_are_patterns(settings: Settings) -> str | None:
         return None
     if not patterns or not all(isinstance(pattern, str) for pattern in patterns):
         return f"student_params_to_update={patterns} must be a list of regular expressions"
+    return pattern_problem("student_params_to_update", patterns)
+
+
+@rule("distill_weights_copy_map")
+def weight_maps_are_patterns(settings: Settings) -> str | None:
+    for key in ("distill_weights_copy_map", "distill_student_weights_share_map"):
+        paths = getattr(settings, key)
+        if not all(isinstance(path, str) for path in paths.values()):
+            return f"{key} must map patterns to the paths of parameters"
+        if problem := pattern_problem(key, paths):
+            return problem
+    return None
+
+
+def pattern_problem(key: str, patterns: Iterable[str]) -> str | None:
     for pattern in patterns:
         try:
             re.compile(pattern)
         except re.error as error:
-            return f"student_params_to_update: {pattern!r} is not a regular expression ({error})"
+            return f"{key}: {pattern!r} is not a regular expression ({error})"
     return None
