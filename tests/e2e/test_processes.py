@@ -66,7 +66,8 @@ from maxtext.trainers.run_context import RunContext
 config = load(None, sys.argv[1:])
 context = RunContext.from_config(config)
 train = [batch.fields for batch in TrainDataLoader(context)]
-evaluation = list(EvalDataLoader(context, open_eval_streams(context))())
+loader = EvalDataLoader(context, open_eval_streams(context), add_fields=lambda batch: batch)
+evaluation = list(loader())
 count = lambda batches: sum(int((batch["targets_segmentation"] != 0).sum()) for batch in batches)
 print(json.dumps({
     "devices": len(train[0]["inputs"].devices()),
