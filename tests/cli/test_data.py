@@ -188,6 +188,16 @@ def test_inspect_shows_both_sides_of_pairs(tmp_path, capsys):
     assert (numbers["rows"], numbers["tokens"], numbers["learned tokens"]) == ("1", "9", "5")
 
 
+@pytest.mark.parametrize("method", ["use_sft", "use_dpo"])
+def test_throughput_counts_the_tokens_of_rows(method, tmp_path, capsys):
+    pair = {"prompt": "ab", "chosen": "c", "rejected": "de", "completion": "de"}
+    args = [*written(tmp_path, [pair] * 2), f"{method}=true", "packing=false", "steps=2"]
+    assert main(["data", "throughput", *args]) == 0
+    # <bos>ab, then c<eos> and de<eos>: 4 + 5 targets; the row is ab, de: 5
+    counts = {"use_sft": "10 of 32 positions", "use_dpo": "18 of 64 positions"}
+    assert table(capsys.readouterr().out)["tokens"] == counts[method]
+
+
 def test_inspect_colours_learned_tokens_in_a_terminal(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     args = [*written(tmp_path, [{"prompt": "ab", "completion": "cd"}]), "use_sft=true"]

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from maxtext.cli.batch_segments import sides
 from maxtext.cli.data import load_config
 from maxtext.cli.terminal import format_table
 from maxtext.common import signals
@@ -48,10 +49,10 @@ def read_batches(
     times, tokens, positions, reported, code = [start], [], 0, start, 0
     try:
         for batch in itertools.islice(batches, config.steps):
-            used = batch["targets_segmentation"] != 0
-            tokens.append(int(used.sum()))
+            segment_ids = [fields["inputs_segmentation"] for fields in sides(batch).values()]
+            tokens.append(sum(int(np.count_nonzero(ids)) for ids in segment_ids))
             times.append(time.perf_counter())
-            positions += used.size
+            positions += sum(ids.size for ids in segment_ids)
             if times[-1] - reported > LINE_SECONDS:
                 reported = times[-1]
                 print(f"{len(tokens):,} of {config.steps:,} batches", file=sys.stderr, flush=True)
