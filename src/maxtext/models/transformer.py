@@ -326,8 +326,12 @@ def implementations(config: MaxTextConfig, context: BuildContext) -> dict[str, s
     }
 
 
-def initial_weights(config: MaxTextConfig, loop: bool = False) -> Any:
+def initial_weights(
+    config: MaxTextConfig, loop: bool = False, context: BuildContext | None = None
+) -> Any:
     """Fresh weights as a nested dict; to be called under jit, so that they are born where they
-    belong. `loop`: compiled faster, but not to be used one by one."""
+    belong. `loop`: compiled faster, but not to be used one by one. `context`: default, that of a
+    model as checkpoints have it."""
     key = hash_rng.key_from_seed(config.init_weights_seed)
-    return nnx.to_pure_dict(nnx.state(Transformer(config, key, build_context(config), loop)))
+    context = build_context(config) if context is None else context
+    return nnx.to_pure_dict(nnx.state(Transformer(config, key, context, loop)))

@@ -1,13 +1,56 @@
-"""A trained model for inference."""
+"""A trained model for inference, and the folder of a trained adapter."""
 
-from maxtext.checkpoint.open import Checkpoint
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from maxtext.checkpoint.open import Checkpoint, model_param_infos
+from maxtext.checkpoint.peft_folder import write_adapter
+from maxtext.checkpoint.quantized import load_base
+from maxtext.common.errors import UserError
+from maxtext.common.log import LOGGER
 from maxtext.inference.llm import LLM
+from maxtext.layers.lora import split_adapter
 from maxtext.models.transformer import make_template
-from maxtext.trainers.pretrain import Result
+from maxtext.sharding import use_rules
+from maxtext.trainers.init_adapters import trained_adapter
+from maxtext.trainers.run_context import RunContext
+from maxtext.trainers.trainable import has_adapters
+
+ADAPTER_FOLDER = "adapter"  # in the folder of a run
 
 
-def trained_llm(result: Result, checkpoint: Checkpoint | None) -> LLM:
+def trained_llm(context: RunContext, weights: Any, checkpoint: Checkpoint | None) -> LLM:
     """The model of a run with its weights, which the LLM owns from here on. `checkpoint`: the
     folder that the run started from, for the tokenizer and the files of Hugging Face."""
-    config = result.context.config
-    return LLM(config, make_template(config), result.state.weights, checkpoint)
+    config = context.config
+    template = make_template(config)
+    if not has_adapters(config):
+        return LLM(config, template, weights, checkpoint)
+    adapter = trained_adapter(context, weights)
+    base = split_adapter(weights)[0]
+    if config.lora_weight_qtype is not None or adapter.saved:
+        if checkpoint is None:
+            raise UserError("the base of this adapter is no folder, so there is none to serve")
+        param_infos = model_param_infos(template, config)
+        source = checkpoint.weights(config, param_infos)
+        with use_rules(context.rules):
+            base = load_base(source, param_infos, template, context.rules, dtype=None)
+    return LLM(config, template, base, checkpoint, adapters={ADAPTER_FOLDER: adapter})
+
+
+def save_trained_adapter(context: RunContext, weights: Any, folder: str) -> None:
+    """Write the adapter of a run as a PEFT folder, in place of an earlier one."""
+    adapter = trained_adapter(context, weights)
+    if jax.process_index():
+        return
+    path = Path(folder) / ADAPTER_FOLDER
+    new = path.with_name(f".{path.name}.{os.getpid()}")
+    shutil.rmtree(new, ignore_errors=True)
+    write_adapter(new, adapter, context.config, context.config.load_parameters_path)
+    shutil.rmtree(path, ignore_errors=True)
+    new.rename(path)
+    LOGGER.info("wrote the adapter to %s", path)

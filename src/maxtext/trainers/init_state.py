@@ -17,14 +17,18 @@ from maxtext.configs.types import MaxTextConfig
 from maxtext.models.configuration import load
 from maxtext.models.differences import config_differences
 from maxtext.sharding import use_rules
+from maxtext.trainers.init_adapters import adapted_weights
 from maxtext.trainers.run_context import RunContext
 from maxtext.trainers.step import TrainState
 from maxtext.trainers.weight_maps import has_weight_maps
+from maxtext.trainers.trainable import has_adapters
 
 
 def initial_state(context: RunContext, checkpoint: Checkpoint | None = None) -> TrainState:
     """`checkpoint`: load_parameters_path, if it is open already."""
     path = context.config.load_parameters_path
+    if has_adapters(context.config):
+        return state_from_weights(context, initial_weights(context, checkpoint))
     if not path:
         with use_rules(context.rules):
             return jax.jit(
@@ -47,6 +51,11 @@ def state_from_weights(context: RunContext, weights: Any) -> TrainState:
 def initial_weights(context: RunContext, checkpoint: Checkpoint | None = None) -> Any:
     """The weights before the first step, also of a run that has done some."""
     path = context.config.load_parameters_path
+    if has_adapters(context.config):
+        checkpoint = checkpoint or (open_checkpoint(path) if path else None)
+        if checkpoint is not None:
+            check_base(context.config, checkpoint)
+        return adapted_weights(context, checkpoint)
     if path:
         return read_weights(context, checkpoint or open_checkpoint(path))
     return initial_state(context).weights
@@ -78,16 +87,21 @@ def with_reference(
 def read_weights(context: RunContext, checkpoint: Checkpoint) -> Any:
     """The weights of a checkpoint, read straight into their shards. Raises ConfigError if they are
     quantized or of another model."""
+    check_base(context.config, checkpoint)
+    param_infos = model_param_infos(context.template, context.config)
+    source = checkpoint.weights(context.config, param_infos)
+    with use_rules(context.rules):
+        return load_weights(source, param_infos, context.template, context.shardings.weights)
+
+
+def check_base(config: MaxTextConfig, checkpoint: Checkpoint) -> None:
+    """Raise ConfigError if the weights of a checkpoint are quantized, or of another model."""
     if "checkpoint_is_quantized" in checkpoint.settings:
         raise ConfigError(
             f"{checkpoint.path} holds quantized weights, and training needs floats: start from a "
             "folder that is not quantized"
         )
-    param_infos = model_param_infos(context.template, context.config)
-    source = checkpoint.weights(context.config, param_infos)
-    check_same_model(context.config, checkpoint)
-    with use_rules(context.rules):
-        return load_weights(source, param_infos, context.template, context.shardings.weights)
+    check_same_model(config, checkpoint)
 
 
 def check_same_model(config: MaxTextConfig, checkpoint: Checkpoint) -> None:

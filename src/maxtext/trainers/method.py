@@ -2,6 +2,7 @@
 
 from maxtext.configs.types import MaxTextConfig
 from maxtext.layers.parameters import Template
+from maxtext.layers.adapters import AdapterSpec
 from maxtext.models.transformer import build_context, make_template
 from maxtext.sharding import AxisRules
 from maxtext.trainers.distill_features import check_features
@@ -12,11 +13,16 @@ from maxtext.trainers.teacher import teacher_config
 from maxtext.trainers.weight_maps import WeightMaps
 
 
-def make_objective(config: MaxTextConfig, rules: AxisRules) -> Objective:
-    context = build_context(config, rules)
+def make_objective(
+    config: MaxTextConfig, rules: AxisRules, adapters: AdapterSpec | None = None
+) -> Objective:
+    """`adapters`: those that are trained, over a frozen base."""
+    quantized = config.lora_weight_qtype is not None
+    base = build_context(config, rules, quantized_weights=quantized)
+    context = build_context(config, rules, quantized_weights=quantized, adapters=adapters)
     template = make_template(config, context)
     if config.use_dpo:
-        return Preference(config, template, base_template=make_template(config, context))
+        return Preference(config, template, base_template=make_template(config, base))
     if config.teacher_overrides:
         return make_distillation(config, template, rules)
     return LanguageModel(config, template)

@@ -40,6 +40,7 @@ from maxtext.trainers.data_loader import (
     TrainDataLoader,
     open_eval_streams,
 )
+from maxtext.trainers.export import save_trained_adapter
 from maxtext.trainers.hooks import Evaluate, Profile, Record, TrainingFailed
 from maxtext.trainers.init_state import initial_weights, with_reference
 from maxtext.trainers.loop import STOPPED_ELSEWHERE, Hook, Loop
@@ -50,6 +51,7 @@ from maxtext.trainers.run_context import RunContext
 from maxtext.trainers.save import Save
 from maxtext.trainers.step import TrainState
 from maxtext.trainers.step_cache import StepCache
+from maxtext.trainers.trainable import has_adapters
 
 
 @dataclass
@@ -131,24 +133,33 @@ def train_locked(
             )
             LOGGER.info("set up in %.1f s", time.perf_counter() - start_time)
             signal_handlers.enter_context(call_on_signals(loop.on_signal))
-            failure: UserError | None = None
             try:
-                loop.run()
-            except TrainingFailed as error:
-                error.state = loop.state
-                failure = error
+                failure = run_and_save(loop, save)
             finally:
                 data_loader.close()
-            if save is not None:
-                try:
-                    save.finish(loop)
-                except SaveFailed as error:
-                    failure = failure or error
+        if failure is None and has_adapters(config) and stop_signal(loop) is None:
+            save_trained_adapter(context, loop.state.weights, run_folder(config))
         seconds = time.perf_counter() - start_time
         summary = summarize(context, loop, hooks, seconds, failure)
     if failure is not None:
         raise failure
     return Result(context, loop.state, summary=summary, signal=stop_signal(loop))
+
+
+def run_and_save(loop: Loop, save: Save | None) -> UserError | None:
+    """Run the loop and save its last state. Returns the reason why the run failed, if it did."""
+    failure: UserError | None = None
+    try:
+        loop.run()
+    except TrainingFailed as error:
+        error.state = loop.state
+        failure = error
+    if save is not None:
+        try:
+            save.finish(loop)
+        except SaveFailed as error:
+            failure = failure or error
+    return failure
 
 
 def reference_fields(

@@ -133,7 +133,7 @@ def compile_reference(context: RunContext, rows: int) -> Callable[[Any, Any], An
     def run(weights: Any, batch: Any) -> Any:
         return objective.compute_reference(weights, objective.reference_weights(weights), batch)
 
-    abstract = with_shardings(context.template.weights, shardings.weights)
+    abstract = with_shardings(context.abstract_weights, shardings.weights)
     jitted = jax.jit(run, out_shardings=shardings.replicated)
     batch = context.abstract_batch(rows)
     fields = {name: batch[name] for name in batch if name not in REFERENCE_LOGPS}

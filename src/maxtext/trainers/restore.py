@@ -258,7 +258,7 @@ def abstract_tree(context: RunContext) -> dict[str, Any]:
 
 
 def abstract_weights(context: RunContext) -> dict[str, Any]:
-    return {WEIGHTS: with_shardings(context.template.weights, context.shardings.weights)}
+    return {WEIGHTS: with_shardings(context.abstract_weights, context.shardings.weights)}
 
 
 def read(
@@ -332,7 +332,7 @@ def load_initial_weights(
 ) -> TrainState:
     """The state before the first step, with the weights of a folder or of the newest step of a
     training checkpoint. `checkpoint`: the same, if it is open already."""
-    if not steps.has_steps(path):
+    if not steps.has_steps(path) or has_adapters(context.config):
         return apply_conversion(context, initial_state(context, checkpoint))
     stored = SavedStep(steps.find_steps(path)[-1])
     problems = verify(stored.path, jax.process_index(), jax.process_count())

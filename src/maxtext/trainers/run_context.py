@@ -13,9 +13,11 @@ from maxtext.common.errors import ConfigError
 from maxtext.configs.types import MaxTextConfig
 from maxtext.input_pipeline import batch_fields
 from maxtext.layers.parameters import Template
+from maxtext.layers.quantized import abstract_quantized
 from maxtext.models.transformer import initial_weights
 from maxtext.optimizers import build_optimizer
 from maxtext.sharding import AxisRules, make_mesh
+from maxtext.trainers.adapters import run_adapters
 from maxtext.trainers.method import make_objective
 from maxtext.trainers.objective import Objective
 from maxtext.trainers.shardings import Shardings
@@ -40,7 +42,7 @@ class RunContext:
 
     @classmethod
     def from_rules(cls, config: MaxTextConfig, rules: AxisRules) -> "RunContext":
-        objective = make_objective(config, rules)
+        objective = make_objective(config, rules, run_adapters(config))
         trained = optimized_mask(config, objective.template, warn=True)
         return cls(
             rules=rules,
@@ -66,9 +68,20 @@ class RunContext:
         """Bools in the tree of the weights: what the optimizer updates."""
         return optimized_mask(self.config, self.template)
 
+    @property
+    def abstract_weights(self) -> Any:
+        """Those of the template; a frozen base may be quantized (QLoRA)."""
+        return self.quantized[1]
+
+    @cached_property
+    def quantized(self) -> tuple[Any, Any]:
+        """The logical axes of the weights, and abstract weights."""
+        config = self.config
+        return abstract_quantized(self.template, config.lora_weight_qtype, config.lora_tile_size)
+
     @cached_property
     def abstract_state(self) -> TrainState:
-        state = jax.eval_shape(self.state_from_weights, self.template.weights)
+        state = jax.eval_shape(self.state_from_weights, self.abstract_weights)
         return replace(state, reference=self.objective.abstract_reference)
 
     @cached_property
@@ -77,6 +90,7 @@ class RunContext:
             config=self.config,
             rules=self.rules,
             template=self.template,
+            weight_axes=self.quantized[0],
             abstract_state=self.abstract_state,
             reference_axes=self.objective.reference_axes,
         )

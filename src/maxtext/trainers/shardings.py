@@ -27,6 +27,7 @@ class Shardings:
     config: MaxTextConfig
     rules: AxisRules
     template: Template
+    weight_axes: Any  # logical axes of the weights
     abstract_state: TrainState
     reference_axes: Any = None  # logical axes of abstract_state.reference
 
@@ -46,7 +47,7 @@ class Shardings:
 
     @cached_property
     def weights(self) -> Any:
-        shardings = self.rules.shardings(self.template.axes, self.template.weights)
+        shardings = self.rules.shardings(self.weight_axes, self.abstract_state.weights)
         if self.config.parameter_memory_host_offload:
             return jax.tree.map(on_host, shardings)
         return shardings
@@ -61,7 +62,7 @@ class Shardings:
         return jax.tree.map(
             lambda sharding, weight: shard_over(sharding, weight.shape, "data"),
             shardings,
-            self.template.weights,
+            self.abstract_state.weights,
         )
 
     @cached_property
@@ -74,7 +75,7 @@ class Shardings:
         by_path = {
             path: (weight.shape, sharding)
             for (path, weight), sharding in zip(
-                jax.tree.leaves_with_path(self.template.weights),
+                jax.tree.leaves_with_path(self.abstract_state.weights),
                 jax.tree.leaves(moments),
                 strict=True,
             )

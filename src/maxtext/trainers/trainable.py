@@ -52,8 +52,9 @@ def checksum(tree: Any) -> jax.Array:
     """A uint32 of the bits of all leaves, the same for every mesh: sums of integers are exact."""
     total = jnp.uint32(0)
     for index, leaf in enumerate(jax.tree.leaves(tree)):
-        bits = jax.lax.bitcast_convert_type(leaf, jnp.dtype(f"uint{8 * leaf.dtype.itemsize}"))
-        total += jnp.sum(bits.astype(jnp.uint32), dtype=jnp.uint32) * jnp.uint32(2 * index + 1)
+        if jnp.issubdtype(leaf.dtype, jnp.floating):
+            leaf = jax.lax.bitcast_convert_type(leaf, jnp.dtype(f"uint{8 * leaf.dtype.itemsize}"))
+        total += jnp.sum(leaf.astype(jnp.uint32), dtype=jnp.uint32) * jnp.uint32(2 * index + 1)
     return total
 
 

@@ -26,6 +26,31 @@ inert_unless(
 inert_unless(lambda s: s.dpo_loss_type == "orpo", "dpo_loss_type=orpo", "orpo_lambda")
 inert_unless(lambda s: s.dpo_loss_type == "simpo", "dpo_loss_type=simpo", "simpo_gamma")
 
+in_range(1, None, "lora_tile_size")
+in_range(0, None, "lora_alpha")
+in_range(0, 0.99, "lora_dropout")
+inert_unless(
+    lambda s: s.lora_rank or s.lora_restore_path,
+    "lora_rank or lora_restore_path",
+    "lora_alpha",
+    "lora_dropout",
+    "lora_use_rslora",
+    "lora_use_dora",
+    "lora_weight_qtype",
+)
+inert_unless(
+    lambda s: s.lora_rank and not s.lora_restore_path,
+    "lora_rank, without lora_restore_path",
+    "lora_module_path",
+    "lora_target_modules",
+    "lora_init",
+)
+inert_unless(
+    lambda s: s.lora_weight_qtype in ("int4", "nf4"),
+    "lora_weight_qtype=int4 or nf4",
+    "lora_tile_size",
+)
+
 
 def method_of(settings: Settings) -> str | None:
     """The key that makes records rows of fine-tuning, or None."""

@@ -1,0 +1,29 @@
+"""Which adapters a run trains."""
+
+from maxtext.checkpoint.adapters import adapter_spec
+from maxtext.checkpoint.peft_folder import read_adapter
+from maxtext.common.errors import ConfigError
+from maxtext.configs.types import MaxTextConfig
+from maxtext.layers.adapters import AdapterSpec
+
+
+def run_adapters(config: MaxTextConfig) -> AdapterSpec | None:
+    """The adapters that a run trains: those of lora_restore_path, or of the lora_* keys. Raises
+    ConfigError if a key contradicts the folder."""
+    if not config.lora_restore_path:
+        return adapter_spec(config)
+    spec = read_adapter(config.lora_restore_path, config).spec
+    restored: dict[str, set] = {
+        "lora_rank": {target.rank for _, target in spec.targets},
+        "lora_alpha": {target.alpha for _, target in spec.targets},
+        "lora_use_rslora": {spec.rslora},
+        "lora_use_dora": {spec.dora},
+    }
+    for key, values in restored.items():
+        value = getattr(config, key)
+        if config.source(key).is_user and value not in values:
+            raise ConfigError(
+                f"{key}={value}, but the adapter at lora_restore_path={config.lora_restore_path} "
+                f"has {', '.join(map(str, sorted(values)))}: leave the key out"
+            )
+    return spec

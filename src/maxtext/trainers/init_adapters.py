@@ -1,0 +1,69 @@
+"""The weights of a run that trains adapters: a frozen base, and the adapters before the first step.
+
+With lora_weight_qtype (QLoRA) the matrices of the base are quantized as they are loaded.
+"""
+
+from typing import Any
+
+import jax
+
+from maxtext.checkpoint.adapters import Adapter
+from maxtext.checkpoint.open import Checkpoint, model_param_infos
+from maxtext.checkpoint.peft_folder import read_adapter
+from maxtext.checkpoint.quantized import load_base
+from maxtext.configs.types import MaxTextConfig
+from maxtext.layers.lora import init_magnitudes, join_trees, split_adapter
+from maxtext.layers.parameters import Template
+from maxtext.models.transformer import build_context, initial_weights, make_template
+from maxtext.sharding import AxisRules, use_rules
+from maxtext.trainers.adapters import run_adapters
+from maxtext.trainers.run_context import RunContext
+
+
+def base_template(config: MaxTextConfig, rules: AxisRules) -> Template:
+    """The model without adapters."""
+    quantized = config.lora_weight_qtype is not None
+    return make_template(config, build_context(config, rules, quantized_weights=quantized))
+
+
+def adapted_weights(context: RunContext, checkpoint: Checkpoint | None) -> Any:
+    """The base of a folder, or a random one, with the adapters before the first step."""
+    config, template = context.config, base_template(context.config, context.rules)
+    with use_rules(context.rules):
+        if checkpoint is None:
+            shardings = split_adapter(context.shardings.weights)[0]
+            base = jax.jit(lambda: initial_weights(config, loop=True), out_shardings=shardings)()
+        else:
+            param_infos = model_param_infos(template, config)
+            base = load_base(
+                checkpoint.weights(config, param_infos),
+                param_infos,
+                template,
+                context.rules,
+                config.lora_weight_qtype,
+                config.lora_tile_size,
+            )
+        return join_trees(base, initial_adapter(context, base))
+
+
+def initial_adapter(context: RunContext, base: Any) -> Any:
+    """The parameters of the adapters: those of lora_restore_path, or new ones."""
+    config, template = context.config, context.template
+    shardings = split_adapter(context.shardings.weights)[1]
+    if config.lora_restore_path:
+        adapter = read_adapter(config.lora_restore_path, config)
+        return jax.device_put(adapter.tree(template, config), shardings)
+    build = build_context(config, adapters=run_adapters(config))
+
+    def fresh(base: Any) -> Any:
+        adapter = split_adapter(initial_weights(config, loop=True, context=build))[1]
+        return split_adapter(init_magnitudes(template, join_trees(base, adapter)))[1]
+
+    return jax.jit(fresh, out_shardings=shardings)(base)
+
+
+def trained_adapter(context: RunContext, weights: Any) -> Adapter:
+    """The adapter of a run, on the host."""
+    spec = run_adapters(context.config)
+    assert spec is not None
+    return Adapter.from_tree(spec, weights, context.template, context.config)
