@@ -287,12 +287,13 @@ def load_base(
     param_infos: Mapping[str, ParamInfo],
     template: Template,
     rules: AxisRules,
-    dtype: str,
-    group: int,
+    dtype: str | None = None,
+    group: int | None = None,
     progress: Progress | None = None,
 ) -> Tree:
-    """Load the frozen weights under adapters (QLoRA), each quantized to int8, int4 or nf4 as soon
-    as it is loaded; see `quantize_base`. `template` is of the model without adapters."""
+    """Load the frozen weights under adapters. With a `dtype` (QLoRA), each is quantized to int8,
+    int4 or nf4 as soon as it is loaded; see `quantize_base`. `template` is of the model without
+    adapters."""
     axes, weights = abstract_quantized(template, dtype, group, head=False)
     quantized_leaves = {
         path: leaf for path, leaf in flatten(weights).items() if isinstance(leaf, QuantizedWeight)

@@ -38,7 +38,7 @@ def trained_llm(context: RunContext, weights: Any, checkpoint: Checkpoint | None
         param_infos = model_param_infos(template, config)
         source = checkpoint.weights(config, param_infos)
         with use_rules(context.rules):
-            base = load_base(source, param_infos, template, context.rules, dtype=None)
+            base = load_base(source, param_infos, template, context.rules)
     return LLM(config, template, base, checkpoint, adapters={ADAPTER_FOLDER: adapter})
 
 

@@ -20,8 +20,8 @@ from maxtext.sharding import use_rules
 from maxtext.trainers.init_adapters import adapted_weights
 from maxtext.trainers.run_context import RunContext
 from maxtext.trainers.step import TrainState
-from maxtext.trainers.weight_maps import has_weight_maps
 from maxtext.trainers.trainable import has_adapters
+from maxtext.trainers.weight_maps import has_weight_maps
 
 
 def initial_state(context: RunContext, checkpoint: Checkpoint | None = None) -> TrainState:

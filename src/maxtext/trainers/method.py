@@ -1,8 +1,8 @@
 """From the keys of a configuration to the objective of its method."""
 
 from maxtext.configs.types import MaxTextConfig
-from maxtext.layers.parameters import Template
 from maxtext.layers.adapters import AdapterSpec
+from maxtext.layers.parameters import Template
 from maxtext.models.transformer import build_context, make_template
 from maxtext.sharding import AxisRules
 from maxtext.trainers.distill_features import check_features

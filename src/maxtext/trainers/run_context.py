@@ -76,8 +76,8 @@ class RunContext:
     @cached_property
     def quantized(self) -> tuple[Any, Any]:
         """The logical axes of the weights, and abstract weights."""
-        config = self.config
-        return abstract_quantized(self.template, config.lora_weight_qtype, config.lora_tile_size)
+        qtype, group = self.config.lora_weight_qtype, self.config.lora_tile_size
+        return abstract_quantized(self.template, qtype, group, head=False)
 
     @cached_property
     def abstract_state(self) -> TrainState:
