@@ -1,5 +1,7 @@
 """Low-rank adapters in layers and models, against closed forms."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -118,7 +120,7 @@ def test_each_row_has_the_adapter_of_its_index():
     single = [linear(spec) for _ in range(2)]
     for seed, layer in enumerate(single):
         fill(layer, seed)
-    many = linear(spec.for_serving(2))
+    many = linear(replace(spec, slots=2))
     many.lora_a.set_value(jnp.stack([layer.lora_a[...] for layer in single]))
     many.lora_b.set_value(jnp.stack([2.0 * layer.lora_b[...] for layer in single]))
     x = np.random.default_rng(1).standard_normal((3, 5, 6)).astype("float32")
@@ -243,7 +245,7 @@ def test_experts_have_an_adapter_each(method):
     x = np.random.default_rng(1).standard_normal((2, 4, 6)).astype("float32")
     inputs = LayerInputs(np.broadcast_to(np.arange(4), (2, 4)))
     np.testing.assert_allclose(layer(x, inputs)[0], merged(x, inputs)[0], rtol=1e-4, atol=1e-5)
-    many = moe.build(initializer(spec.for_serving(2)), 6, "float32")
+    many = moe.build(initializer(replace(spec, slots=2)), 6, "float32")
     for name in ("wi_0", "wo"):
         source, target = layer.experts.layers[name], many.experts.layers[name]
         zeros = jnp.zeros_like(source.lora_a[...])

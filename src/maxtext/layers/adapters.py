@@ -14,7 +14,7 @@ import contextlib
 import math
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -86,9 +86,6 @@ class AdapterSpec:
     def saves(self, path: str) -> bool:
         """Whether the parameter at this path belongs to a module that is trained in full."""
         return any(path == module or path.startswith(f"{module}/") for module in self.saved)
-
-    def for_serving(self, slots: int) -> "AdapterSpec":
-        return replace(self, slots=slots, dropout=0.0)
 
 
 class AdapterInputs(NamedTuple):

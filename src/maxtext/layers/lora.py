@@ -266,16 +266,3 @@ def init_magnitudes(template: Template, weights: Tree) -> Tree:
         return result
 
     return visit(weights, template.contracted, template.axes)
-
-
-def map_adapters(function: Callable[[Sequence[str], Tree], Tree], tree: Tree) -> Tree:
-    """A tree with function(path, module) in place of each module that has an adapter."""
-
-    def visit(path: tuple[str, ...], branch: Tree) -> Tree:
-        if not isinstance(branch, dict):
-            return branch
-        if any(is_adapter((name,)) for name in branch):
-            return function(path, branch)
-        return {name: visit((*path, str(name)), child) for name, child in branch.items()}
-
-    return visit((), tree)

@@ -79,6 +79,7 @@ class Stack(nnx.Module):
         on_host: bool = False,
     ):
         self.segment = segment
+        self.has_adapters = initializer.context.adapters is not None
         self.first_layer = first_layer
         self.scanned = scanned
         self.scan_axis = scan_axis
@@ -104,8 +105,10 @@ class Stack(nnx.Module):
         return self.first_layer + repeat * len(self.segment.pattern) + index
 
     def layer_inputs(self, inputs: LayerInputs, repeat: Any, index: int) -> LayerInputs:
-        """The inputs of one layer: with its dropout key and its index in the stack."""
-        return replace(inputs.fold(self.layer_index(repeat, index)), repeat=repeat)
+        """The inputs of one layer: with its dropout key and, for adapters, its index in the
+        stack."""
+        inputs = inputs.fold(self.layer_index(repeat, index))
+        return replace(inputs, repeat=jnp.int32(repeat)) if self.has_adapters else inputs
 
     def __call__(self, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, dict[int, Aux]]:
         """The residual after these layers, and by index in the pattern the aux of its layers,

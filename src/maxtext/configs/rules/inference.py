@@ -7,6 +7,7 @@ in_range(1, None, "max_target_length", "max_prefill_predict_length", "prefill_ch
 in_range(1, None, "inference_microbenchmark_loop_iters")
 in_range(0, None, "decode_sampling_top_k", "decode_sampling_temperature", "prefix_caching_hbm_byte")
 in_range(0, None, "prefix_caching_dram_byte")
+in_range(1, None, "max_adapters")
 in_range(0, 1, "decode_sampling_nucleus_p", special=(-1.0,))
 one_of("model_call_mode", "", "inference")
 
