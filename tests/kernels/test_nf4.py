@@ -46,3 +46,16 @@ def test_gradient_of_the_input_is_that_of_the_dequantized_weight():
         y = np.einsum("bij,ijkl->bkl", x, dense)
         expected = np.einsum("bkl,ijkl->bij", 2 * y, dense)
         np.testing.assert_allclose(jax.grad(total)(x), expected, rtol=1e-4, atol=1e-3)
+
+
+def test_packed_values_are_two_in_a_byte():
+    weight = np.random.default_rng(0).standard_normal((64, 6)).astype("float32")
+    for dtype in ("int4", "nf4"):
+        plain = quantize_weight(jnp.asarray(weight), (0,), dtype, 32)
+        packed = quantize_weight(jnp.asarray(weight), (0,), dtype, 32, packed=True)
+        assert packed.qvalue.dtype == jnp.uint8
+        assert packed.qvalue.size == weight.size // 2
+        assert packed.shape == weight.shape
+        np.testing.assert_array_equal(packed.astype("float32"), plain.astype("float32"))
+        odd = quantize_weight(jnp.asarray(weight[:, :5]), (0,), dtype, 32, packed=True)
+        assert odd.qvalue.shape == (64, 5)

@@ -323,7 +323,8 @@ def quantizing_loader(
         if path not in quantized_leaves:
             return load_leaf(source, params, leaf, sharding, host_bytes)
         floats = load_leaf(source, params, leaf, sharding.qvalue, host_bytes)
-        quantize = quantize_function(contracted[path], dtype, sharding, group)
+        packed = bool(quantized_leaves[path].packed)
+        quantize = quantize_function(contracted[path], dtype, sharding, group, packed)
         return jax.block_until_ready(quantize(floats))
 
     return load
@@ -349,10 +350,14 @@ def mismatches(
 
 @lru_cache
 def quantize_function(
-    contracted: tuple[int, ...], dtype: Any, sharding: QuantizedWeight, group: int | None = None
+    contracted: tuple[int, ...],
+    dtype: Any,
+    sharding: QuantizedWeight,
+    group: int | None = None,
+    packed: bool = False,
 ) -> Callable[[jax.Array], QuantizedWeight]:
     """Compiled once for all weights of the same kind."""
     return jax.jit(
-        partial(quantize_weight, contracted=contracted, dtype=dtype, group=group),
+        partial(quantize_weight, contracted=contracted, dtype=dtype, group=group, packed=packed),
         out_shardings=sharding,
     )

@@ -11,7 +11,7 @@ quantiles of a normal distribution, and the scale is the largest magnitude of th
 An int8 weight has one scale for each output. The matmul takes the integers, and its result is
 scaled. Sixteen levels are too coarse for that, so in int4 and nf4 groups of neighbouring inputs
 share a scale, and the matmul takes a weight that is dequantized on use. Four-bit values are of
-JAX's int4 and uint4, which devices store two a byte.
+JAX's int4 and uint4, which some devices store in a byte each; a packed weight has two in a byte.
 
 Quantized weights have no gradient. The gradient of x dequantizes the weight again, so that no
 dequantized weight is kept from the forward to the backward pass.
@@ -53,6 +53,7 @@ NF4_LEVELS = (
     0.7229568362236023,
     1.0,
 )
+PACKED_OFFSET = 8  # packed int4 values are stored from 1 to 15
 MIN_GROUP = 32  # with smaller groups, scales would take much of the memory that int4 saves
 
 
@@ -82,21 +83,25 @@ def dequantize(qvalue: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
     return (qvalue.astype(jnp.float32) * scale).astype(dtype)
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["qvalue", "scale"], meta_fields=[])
+@partial(jax.tree_util.register_dataclass, data_fields=["qvalue", "scale"], meta_fields=["packed"])
 @dataclass(frozen=True)
 class QuantizedWeight:
     """A weight as integers. It replaces an array in a tree of weights; `astype` dequantizes it.
     uint4 are indices of nf4's levels.
 
     Along each dimension, `scale` has one entry for each group of neighbours that share a scale.
+    If `packed` is int4 or nf4, qvalue is uint8 with two neighbours along the last dimension in a
+    byte, the first in the lower half; int4 values have an offset of 8.
     """
 
     qvalue: Any
     scale: Any
+    packed: str = ""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.qvalue.shape
+        *outer, last = self.qvalue.shape
+        return (*outer, 2 * last if self.packed else last)
 
     @property
     def ndim(self) -> int:
@@ -115,9 +120,11 @@ class QuantizedWeight:
 
     def astype(self, dtype: Any) -> jax.Array:
         num_groups = self.scale.shape
-        values = self.qvalue
-        if values.dtype == jnp.uint4:
+        values = unpack(self.qvalue) if self.packed else self.qvalue
+        if values.dtype == jnp.uint4 or self.packed == NF4:
             values = jnp.take(jnp.asarray(NF4_LEVELS, jnp.float32), values.astype(jnp.int32))
+        elif self.packed:
+            values = values.astype(jnp.int8) - PACKED_OFFSET
         qvalue = values.reshape(split_groups(self.shape, num_groups))
         scale = self.scale.reshape(split_groups(num_groups, num_groups))
         return dequantize(qvalue, scale, dtype).reshape(self.shape)
@@ -126,7 +133,8 @@ class QuantizedWeight:
         """Whether the scale is constant along the `contracted` dimensions, so that the result of
         the contraction can be scaled instead of the weight.
         """
-        return self.dtype != jnp.uint4 and all(self.scale.shape[axis] == 1 for axis in contracted)
+        is_integer = not self.packed and self.dtype != jnp.uint4
+        return is_integer and all(self.scale.shape[axis] == 1 for axis in contracted)
 
 
 def split_groups(shape: Sequence[int], num_groups: Sequence[int]) -> tuple[int, ...]:
@@ -137,10 +145,15 @@ def split_groups(shape: Sequence[int], num_groups: Sequence[int]) -> tuple[int, 
 
 
 def quantize_weight(
-    x: jax.Array, contracted: Sequence[int], dtype: Any, group: int | None = None
+    x: jax.Array,
+    contracted: Sequence[int],
+    dtype: Any,
+    group: int | None = None,
+    packed: bool = False,
 ) -> QuantizedWeight:
     """A weight whose matmul contracts the `contracted` dimensions, in `dtype` int8, int4 or nf4.
-    At most `group` inputs share a scale, by default those of `MAX_GROUP`; in int8 all do."""
+    At most `group` inputs share a scale, by default those of `MAX_GROUP`; in int8 all do. `packed`:
+    four-bit values are stored two in a byte, if the last dimension is even."""
     name = dtype if dtype == NF4 else jnp.dtype(dtype).name
     max_group = MAX_GROUP[name] and (group or MAX_GROUP[name])
     num_groups = tuple(groups_per_dim(x.shape, contracted, max_group))
@@ -150,7 +163,23 @@ def quantize_weight(
         qvalue, scale = quantize_nf4(groups, within_group)
     else:
         qvalue, scale = quantize(groups, within_group, dtype)
-    return QuantizedWeight(qvalue.reshape(x.shape), scale.reshape(num_groups))
+    qvalue, scale = qvalue.reshape(x.shape), scale.reshape(num_groups)
+    if not packed or name == INT8 or x.shape[-1] % 2:
+        return QuantizedWeight(qvalue, scale)
+    offset = 0 if name == NF4 else PACKED_OFFSET
+    return QuantizedWeight(pack(qvalue.astype(jnp.int8) + offset), scale, name)
+
+
+def pack(values: jax.Array) -> jax.Array:
+    """uint8 [..., N / 2] of values [..., N] from 0 to 15."""
+    pairs = values.astype(jnp.uint8).reshape(*values.shape[:-1], -1, 2)
+    return pairs[..., 0] | (pairs[..., 1] << 4)
+
+
+def unpack(values: jax.Array) -> jax.Array:
+    """The inverse of `pack`, in uint8."""
+    pairs = jnp.stack([values & 15, values >> 4], axis=-1)
+    return pairs.reshape(*values.shape[:-1], -1)
 
 
 def groups_per_dim(

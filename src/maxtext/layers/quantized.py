@@ -29,11 +29,12 @@ def quantize_weights(
     head: bool = True,
 ) -> Tree:
     """The weights, quantized to `dtype` where that is possible; unchanged if `dtype` is None.
-    `group` is as in `quantize_weight`; without `head`, the output head stays in floats."""
+    `group` is as in `quantize_weight`. Without `head`, as under adapters, the output head stays in
+    floats, and four-bit values are packed."""
     if dtype is None:
         return weights
     return map_quantizable(
-        lambda leaf, contracted: quantize_weight(leaf, contracted, dtype, group),
+        lambda leaf, contracted, packed: quantize_weight(leaf, contracted, dtype, group, packed),
         template,
         weights,
         head,
@@ -44,10 +45,10 @@ def quantize_base(template: Template, weights: Tree, dtype: str, group: int) -> 
     """The frozen weights under adapters (QLoRA) in int8, int4 or nf4, but for the output head. The
     arrays that are given are deleted one after the other, so that one weight at a time exists
     twice."""
-    program = jax.jit(quantize_weight, static_argnums=(1, 2, 3))
+    program = jax.jit(quantize_weight, static_argnums=(1, 2, 3, 4))
 
-    def quantize(leaf: jax.Array, contracted: tuple[int, ...]) -> QuantizedWeight:
-        quantized = jax.block_until_ready(program(leaf, contracted, dtype, group))
+    def quantize(leaf: jax.Array, contracted: tuple[int, ...], packed: bool) -> QuantizedWeight:
+        quantized = jax.block_until_ready(program(leaf, contracted, dtype, group, packed))
         leaf.delete()
         return quantized
 
@@ -67,13 +68,19 @@ def abstract_quantized(
     weights = jax.eval_shape(
         lambda weights: quantize_weights(template, weights, dtype, group, head), template.weights
     )
-    axes = map_quantizable(
-        lambda names, contracted: QuantizedWeight(
-            names, tuple(None if i in contracted else name for i, name in enumerate(names))
-        ),
-        template,
+
+    def axes_of(leaf: Any, names: tuple[str | None, ...], contracted: tuple[int, ...]) -> Any:
+        if not isinstance(leaf, QuantizedWeight):
+            return names
+        scale_names = tuple(None if i in contracted else name for i, name in enumerate(names))
+        return QuantizedWeight(names, scale_names, leaf.packed)
+
+    axes = jax.tree.map(
+        axes_of,
+        weights,
         template.axes,
-        head,
+        template.contracted,
+        is_leaf=lambda leaf: isinstance(leaf, QuantizedWeight),
     )
     return axes, weights
 
@@ -84,7 +91,7 @@ def layout_for_decode(template: Template, weights: Tree, context: BuildContext) 
     if context.only_platform != "gpu":
         return weights
 
-    def set_layout(weight: Any, contracted: tuple[int, ...]) -> Any:
+    def set_layout(weight: Any, contracted: tuple[int, ...], packed: bool) -> Any:
         if not isinstance(weight, QuantizedWeight) or weight.dtype != jnp.int8:
             return weight
         order = (*(axis for axis in range(weight.ndim) if axis not in contracted), *contracted)
@@ -95,19 +102,23 @@ def layout_for_decode(template: Template, weights: Tree, context: BuildContext) 
 
 
 def map_quantizable(
-    function: Callable[[Any, tuple[int, ...]], Any],
+    function: Callable[[Any, tuple[int, ...], bool], Any],
     template: Template,
     tree: Tree,
     head: bool = True,
 ) -> Tree:
-    """A tree like the weights, with `function(leaf, contracted dimensions)` for each weight that
-    may be quantized; without `head`, the output head may not."""
+    """A tree like the weights, with `function(leaf, contracted dimensions, packed)` for each weight
+    that may be quantized. Without `head`, the output head may not be, and other weights are packed,
+    unless layers are stacked along their last dimension."""
     contracted = dict(template.contracted)
     if not head and HEAD in contracted:
         contracted[HEAD] = dict.fromkeys(contracted[HEAD], ())
     return jax.tree.map(
-        lambda _, leaf, contracted: function(leaf, contracted) if contracted else leaf,
+        lambda _, leaf, dims, axes: (
+            function(leaf, dims, not head and axes[-1] != "layers") if dims else leaf
+        ),
         template.weights,
         tree,
         contracted,
+        template.axes,
     )
