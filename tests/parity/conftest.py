@@ -20,6 +20,7 @@ else:
         "test_config_json.py",
         "test_other_folders.py",
         "test_training.py",
+        "test_fine_tuning.py",
     ]
 
 
