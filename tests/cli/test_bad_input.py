@@ -66,6 +66,14 @@ CASES = {
         ["use_sft=true", "student_params_to_update=[]"],
         ["student_params_to_update=[] must be a list of regular expressions"],
     ),
+    "two teachers": (
+        ["teacher_overrides.model_name=llama2-7b", "offline_data_dir=logits"],
+        ["teacher_overrides and offline_data_dir exclude each other"],
+    ),
+    "features of a teacher that is not there": (
+        ["offline_data_dir=logits", "distill_beta=1"],
+        ["distill_beta=1.0 (command line) would do nothing: it needs a teacher that runs"],
+    ),
     "distillation of preferences": (
         ["teacher_overrides.model_name=llama2-7b", "use_dpo=true", "packing=false"],
         ["use_dpo and teacher_overrides exclude each other"],

@@ -19,6 +19,7 @@ from maxtext.optimizers import learning_rate_schedule, parameter_paths
 from maxtext.sharding import use_rules
 from maxtext.trainers import tune
 from maxtext.trainers.distill_features import pop_features
+from maxtext.trainers.distillation import loss_weights
 from maxtext.trainers.init_state import initial_state, with_reference
 from maxtext.trainers.run_context import RunContext
 from maxtext.trainers.step import make_eval_step, make_train_step
@@ -73,10 +74,9 @@ class Run:
     """The state before the first step of a configuration, and its train step."""
 
     def __init__(self, folders, *overrides, quickly=None):
-        paths = [
-            f"load_parameters_path={folders['student']}",
-            f"teacher_overrides.load_parameters_path={folders['teacher']}",
-        ]
+        paths = [f"load_parameters_path={folders['student']}"]
+        if "teacher" in folders:
+            paths.append(f"teacher_overrides.load_parameters_path={folders['teacher']}")
         self.config = load(
             None,
             from_overrides(with_defaults(overrides, [*paths, *RUN])),
@@ -385,7 +385,7 @@ def test_weights_follow_their_schedules(start):
         "distill_temperature=4.0", "distill_temperature_end=1.0",
         "distill_temperature_schedule=cosine", "learning_rate_schedule_steps=8",
     )  # fmt: skip
-    weights = [run.context.objective.loss_weights(step) for step in (0, 2, 8, 9)]
+    weights = [loss_weights(run.config, step) for step in (0, 2, 8, 9)]
     assert [float(x["distill_alpha"]) for x in weights] == pytest.approx([1, 0.875, 0.5, 0.5])
     quarter = 1 + 3 * (1 + math.cos(math.pi / 4)) / 2
     assert [float(x["distill_temperature"]) for x in weights] == pytest.approx([4, quarter, 1, 1])

@@ -51,7 +51,20 @@ teacher_overrides.load_parameters_path=DIR    the teacher, with the same tokeniz
 teacher_overrides.KEY=VALUE                   any other key of the teacher alone
 distill_alpha=A                               weight of the teacher's logits, 0 to 1
 distill_temperature=T                         of both softmaxes
+offline_data_dir=DIR                          instead of a teacher: its logits, written before
 FILE                                          default: the preset distill""",
+    ),
+    "distill-logits": Command(
+        summary="write the largest logits of a teacher over training data, to distill from later",
+        example="maxtext distill-logits --top-k 128 logits \\\n"
+        "           load_parameters_path=~/models/Qwen3-8B \\\n"
+        "           dataset_type=grain grain_file_type=jsonl grain_train_files=texts.jsonl",
+        usage="maxtext distill-logits --top-k K OUT [FILE] [key=value ...]",
+        options="""\
+--top-k K                   logits of each token
+OUT                         a new folder, or one to continue
+load_parameters_path=DIR    the teacher
+steps=N                     batches to write; fewer if the data ends""",
     ),
     "launch": Command(
         summary="train with several processes on this machine, or write job files for a cluster",

@@ -133,7 +133,7 @@ def run(args: list[str]) -> int:
         is_text = name == "tokenizer" and rest[:1] == ["inspect"]  # from the third argument on
         refuse_remote(rest[:2] if is_text else rest)
     with progress.working(f"maxtext {name} is starting"):  # the imports take seconds
-        return importlib.import_module(f"maxtext.cli.{name}").run(rest)
+        return importlib.import_module(f"maxtext.cli.{name.replace('-', '_')}").run(rest)
 
 
 if __name__ == "__main__":

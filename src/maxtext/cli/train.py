@@ -73,15 +73,17 @@ def run(args: list[str]) -> int:
 
 def check_has_teacher(path: str | None, overrides: sources.Layer) -> None:
     """Raise ConfigError if no key names a teacher."""
-    if not peek_setting("teacher_overrides", path, overrides, os.environ):
+    keys = ("teacher_overrides", "offline_data_dir")
+    if not any(peek_setting(key, path, overrides, os.environ) for key in keys):
         raise ConfigError(
-            "there is no teacher to learn from: set teacher_overrides.load_parameters_path=DIR"
+            "there is no teacher to learn from: set teacher_overrides.load_parameters_path=DIR, or "
+            "offline_data_dir=DIR to the logits of one"
         )
 
 
 def check_has_data(config: MaxTextConfig) -> None:
     """Raise ConfigError if no key names a source of data."""
-    if all(
+    if not config.offline_data_dir and all(
         config.source(key).kind == "default"
         for key in ("dataset_type", "dataset_name", "dataset_path")
     ):

@@ -56,6 +56,7 @@ PATH_KEYS = {
     "run_name",
     "load_parameters_path",
     "load_full_state_path",
+    "offline_data_dir",
     "checkpoint_todelete_subdir",
     "checkpoint_todelete_full_path",
     "save_quantized_params_path",

@@ -23,6 +23,7 @@ SOURCES = {
     "olmo_grain": "maxtext.input_pipeline.olmo:olmo_source",
 }
 # Any other dataset_type names a function of the user
+TEACHER_LOGITS = "maxtext.input_pipeline.teacher_logits:teacher_logits_source"
 CUSTOM = "maxtext.input_pipeline.custom:custom_source"
 
 
@@ -45,7 +46,7 @@ def make_eval_iterator(
 
 
 def make_iterator(config: MaxTextConfig, split: Split, shard: ShardSpec) -> BatchIterator | None:
-    module, name = source_of(config)
+    module, name = source_of(config, split)
     source: DataSource = getattr(module, name)
     iterator = source(config, split, shard)
     return (
@@ -57,19 +58,23 @@ def make_iterator(config: MaxTextConfig, split: Split, shard: ShardSpec) -> Batc
 
 def max_data_streams(config: MaxTextConfig, split: Split) -> int:
     """The largest number of data streams that leaves each enough documents to shuffle."""
-    return source_of(config)[0].max_data_streams(config, split)
+    return source_of(config, split)[0].max_data_streams(config, split)
 
 
 def supports_stream_count(config: MaxTextConfig, split: Split) -> Callable[[int], bool]:
     """A predicate: whether the documents can be divided over a number of streams at no cost."""
-    module = source_of(config)[0]
+    module = source_of(config, split)[0]
     if hasattr(module, "supports_stream_count"):
         return module.supports_stream_count(config, split)
     most = module.max_data_streams(config, split)
     return lambda count: count <= most
 
 
-def source_of(config: MaxTextConfig) -> tuple[Any, str]:
-    """The module of the configured source, and the name of its function."""
-    module, _, function = SOURCES.get(config.dataset_type.value, CUSTOM).partition(":")
+def source_of(config: MaxTextConfig, split: Split) -> tuple[Any, str]:
+    """The module of the configured source, and the name of its function. The logits of a teacher
+    (offline_data_dir) replace the training data of dataset_type."""
+    source = SOURCES.get(config.dataset_type.value, CUSTOM)
+    if config.offline_data_dir and split is Split.TRAIN:
+        source = TEACHER_LOGITS
+    module, _, function = source.partition(":")
     return importlib.import_module(module), function

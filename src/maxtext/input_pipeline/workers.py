@@ -24,7 +24,8 @@ WORKER_MB = 256  # memory of a worker before it has read anything
 
 
 def worker_count(config: MaxTextConfig, split: Split) -> int:
-    if config.dataset_type.value == "synthetic":  # a worker would send more than it saves
+    is_offline = bool(config.offline_data_dir) and split is Split.TRAIN
+    if is_offline or config.dataset_type.value == "synthetic":  # sending costs more than it saves
         return 0
     wanted = config.grain_worker_count if split is Split.TRAIN else config.grain_worker_count_eval
     return (

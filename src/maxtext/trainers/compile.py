@@ -64,7 +64,7 @@ def compile_eval_step(context: RunContext, rows: int) -> jax.stages.Compiled:
     shardings = context.shardings
     step = jax.jit(make_eval_step(context.objective), out_shardings=shardings.replicated)
     state = with_shardings(context.abstract_state, shardings.state)
-    batch = context.abstract_batch(rows)
+    batch = context.abstract_batch(rows, is_training=False)
     lowered = lower(context, step, state.weights, state.reference, batch)
     return lowered.compile(default_options(context))
 

@@ -22,7 +22,6 @@ from maxtext.input_pipeline import (
     Batch,
     DataStreams,
     Split,
-    batch_fields,
     open_data_streams,
     prefetch,
 )
@@ -112,7 +111,7 @@ class EvalDataLoader:
                 return
             if batch:
                 batch = self.add_fields(batch)
-            batch = batch or padding_batch(self.context, self.streams, rows)
+            batch = batch or padding_batch(self.context, self.streams, rows, is_training=False)
             yield shard_batch(self.context, batch, self.streams, rows)
 
 
@@ -134,16 +133,16 @@ def any_process(flag: bool) -> bool:
     return bool(multihost_utils.process_allgather(np.array(flag)).any())
 
 
-def padding_batch(context: RunContext, streams: DataStreams, rows: int) -> Batch:
+def padding_batch(
+    context: RunContext, streams: DataStreams, rows: int, is_training: bool = True
+) -> Batch:
     """The part of a padding batch of `rows` rows that this process holds."""
-    return padding_fields(context, len(streams.local_rows(rows)))
+    return padding_fields(context, len(streams.local_rows(rows)), is_training)
 
 
-def padding_fields(context: RunContext, rows: int) -> Batch:
-    config = context.config
-    tokens = np.zeros((rows, config.max_target_length), np.int32)
-    row_fields = dict.fromkeys(context.objective.row_fields, np.zeros(rows, np.float32))
-    return dict.fromkeys(batch_fields(config), tokens) | row_fields
+def padding_fields(context: RunContext, rows: int, is_training: bool) -> Batch:
+    fields = context.abstract_batch(1, is_training)
+    return {name: np.zeros((rows, *field.shape[1:]), field.dtype) for name, field in fields.items()}
 
 
 def open_train_streams(context: RunContext) -> DataStreams:
@@ -249,13 +248,13 @@ def to_devices(
         return shard[(slice(None), *index[1:])]
 
     def to_array(field: np.ndarray) -> jax.Array:
-        if order is not None and field.ndim == 2:
+        if order is not None and field.ndim > 1:
             field = field[:, order.positions(length)]
         shape = (num_rows, *field.shape[1:])
         sharding = context.shardings.batch(shape)
         return jax.make_array_from_callback(shape, sharding, partial(read_shard, field))
 
-    fields = batch or padding_fields(context, 0)
+    fields = batch or padding_fields(context, 0, is_training=True)
     arrays = {name: to_array(field) for name, field in fields.items()}
     if num_rows == rows:
         return arrays

@@ -68,28 +68,7 @@ class Distillation(LanguageModel):
         return self.maps.share(weights)
 
     def counts(self, batch: Batch) -> Sums:
-        tokens = jnp.maximum(jnp.sum(token_weights(batch)), 1.0)
-        microbatches = jnp.float32(self.config.gradient_accumulation_steps)
-        names = ("distillation_loss", "feature_loss", *TOKEN_SUMS)
-        return dict.fromkeys(names, tokens) | dict.fromkeys(WEIGHTS, microbatches)
-
-    def loss_weights(self, step: jax.Array) -> Sums:
-        """α, T and β after `step` steps."""
-        config = self.config
-        schedules = (
-            (config.distill_alpha, config.distill_alpha_end, config.distill_alpha_schedule),
-            (
-                config.distill_temperature,
-                config.distill_temperature_end,
-                config.distill_temperature_schedule,
-            ),
-            (config.distill_beta, config.distill_beta_end, config.distill_beta_schedule),
-        )
-        steps = schedule_steps(config)
-        return {
-            name: anneal(step, steps, *schedule)
-            for name, schedule in zip(WEIGHTS, schedules, strict=True)
-        }
+        return distillation_counts(self.config, batch)
 
     def losses(
         self, weights: Any, reference: Any, batch: Batch, key: jax.Array | None, step: jax.Array
@@ -100,27 +79,27 @@ class Distillation(LanguageModel):
         teacher_x, teacher_aux = self.run_layers(
             self.teacher_config, self.teacher_template, reference, batch, None
         )
-        loss_weights = self.loss_weights(step)
+        now = loss_weights(self.config, step)
         sums = self.head_sums(
             weights,
             reference,
             x,
             jax.lax.stop_gradient(teacher_x),
             batch,
-            loss_weights["distill_temperature"],
+            now["distill_temperature"],
         )
-        alpha = loss_weights["distill_alpha"]
+        alpha = now["distill_alpha"]
         loss = alpha * sums["soft_loss"] + (1.0 - alpha) * sums["hard_loss"]
         if self.uses_features:
             layer_aux, features = pop_features(layer_aux, self.config.distill_layer_indices)
             _, teacher_features = pop_features(teacher_aux, self.config.distill_layer_indices)
             sums["feature_loss"] = self.feature_sum(features, teacher_features, batch)
-            loss += loss_weights["distill_beta"] * sums["feature_loss"]
+            loss += now["distill_beta"] * sums["feature_loss"]
         return Losses(
             sums={"distillation_loss": loss},
             aux_losses=sum_aux_losses(layer_aux),
             layer_aux=layer_aux,
-            metrics=sums | loss_weights,
+            metrics=sums | now,
         )
 
     @property
@@ -183,11 +162,7 @@ class Distillation(LanguageModel):
                 )
                 return {name: metrics[name] for name in TOKEN_SUMS}
 
-            parts = (x, teacher_x, targets, mask)
-            if tiles == 1:
-                return tile(parts)
-            sums = jax.lax.map(jax.checkpoint(tile), tuple(split_sequence(p, tiles) for p in parts))
-            return jax.tree.map(jnp.sum, sums)
+            return map_tiles(tile, (x, teacher_x, targets, mask), tiles)
 
         # The weights of the heads are arguments: auto_sharded changes the sharding types of
         # arguments.
@@ -212,3 +187,40 @@ def split_sequence(x: jax.Array, tiles: int) -> jax.Array:
     """[B, S, ...] to [tiles, B, S / tiles, ...]."""
     batch, length, *rest = x.shape
     return x.reshape(batch, tiles, length // tiles, *rest).swapaxes(0, 1)
+
+
+def map_tiles(
+    tile: Callable[[tuple[jax.Array, ...]], Sums], parts: tuple[jax.Array, ...], tiles: int
+) -> Sums:
+    """The sums of `tile` over the tiles of a sequence; parts [B, S, ...]. With more than one tile
+    the backward pass recomputes each."""
+    if tiles == 1:
+        return tile(parts)
+    sums = jax.lax.map(jax.checkpoint(tile), tuple(split_sequence(part, tiles) for part in parts))
+    return jax.tree.map(jnp.sum, sums)
+
+
+def distillation_counts(config: MaxTextConfig, batch: Batch) -> Sums:
+    """The divisors of the sums of distillation."""
+    tokens = jnp.maximum(jnp.sum(token_weights(batch)), 1.0)
+    microbatches = jnp.float32(config.gradient_accumulation_steps)
+    names = ("distillation_loss", "feature_loss", *TOKEN_SUMS)
+    return dict.fromkeys(names, tokens) | dict.fromkeys(WEIGHTS, microbatches)
+
+
+def loss_weights(config: MaxTextConfig, step: jax.Array) -> Sums:
+    """α, T and β after `step` steps."""
+    schedules = (
+        (config.distill_alpha, config.distill_alpha_end, config.distill_alpha_schedule),
+        (
+            config.distill_temperature,
+            config.distill_temperature_end,
+            config.distill_temperature_schedule,
+        ),
+        (config.distill_beta, config.distill_beta_end, config.distill_beta_schedule),
+    )
+    steps = schedule_steps(config)
+    return {
+        name: anneal(step, steps, *schedule)
+        for name, schedule in zip(WEIGHTS, schedules, strict=True)
+    }

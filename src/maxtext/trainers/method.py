@@ -1,6 +1,7 @@
 """From the keys of a configuration to the objective of its method."""
 
 from maxtext.configs.types import MaxTextConfig
+from maxtext.input_pipeline.teacher_logits import top_k_of
 from maxtext.layers.adapters import AdapterSpec
 from maxtext.layers.parameters import Template
 from maxtext.models.transformer import build_context, make_template
@@ -8,6 +9,7 @@ from maxtext.sharding import AxisRules
 from maxtext.trainers.distill_features import check_features
 from maxtext.trainers.distillation import Distillation
 from maxtext.trainers.objective import LanguageModel, Objective
+from maxtext.trainers.offline_distillation import OfflineDistillation
 from maxtext.trainers.preference import Preference
 from maxtext.trainers.teacher import teacher_config
 from maxtext.trainers.weight_maps import WeightMaps
@@ -25,6 +27,8 @@ def make_objective(
         return Preference(config, template, base_template=make_template(config, base))
     if config.teacher_overrides:
         return make_distillation(config, template, rules)
+    if config.offline_data_dir:
+        return OfflineDistillation(config, template, top_k=top_k_of(config))
     return LanguageModel(config, template)
 
 

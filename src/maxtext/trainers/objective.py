@@ -60,6 +60,10 @@ class Objective(Protocol):
         """The tokens of a batch, for throughput."""
 
     @property
+    def token_fields(self) -> dict[str, tuple[int, Any]]:
+        """Further fields of a batch of training, [rows, length, size]: their size and dtype."""
+
+    @property
     def row_fields(self) -> tuple[str, ...]:
         """Fields of a batch that are float32 [rows], beside those of `batch_fields`."""
 
@@ -112,6 +116,10 @@ class LanguageModel:
 
     def num_tokens(self, batch: Batch) -> jax.Array:
         return jnp.sum(token_weights(batch))
+
+    @property
+    def token_fields(self) -> dict[str, tuple[int, Any]]:
+        return {}
 
     @property
     def row_fields(self) -> tuple[str, ...]:

@@ -68,6 +68,10 @@ class Preference:
         return self.has_reference and not self.config.precompute_reference_logps
 
     @property
+    def token_fields(self) -> dict[str, tuple[int, Any]]:
+        return {}
+
+    @property
     def row_fields(self) -> tuple[str, ...]:
         return () if not self.has_reference or self.needs_reference else REFERENCE_LOGPS
 

@@ -108,13 +108,22 @@ class RunContext:
             nonfinite_steps=jnp.zeros((), jnp.int32),
         )
 
-    def abstract_batch(self, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
+    def abstract_batch(
+        self, rows: int, is_training: bool = True
+    ) -> dict[str, jax.ShapeDtypeStruct]:
         shape = (rows, self.config.max_target_length)
         field = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self.shardings.batch(shape))
         sharding = self.shardings.batch((rows,))
         row_field = jax.ShapeDtypeStruct((rows,), jnp.float32, sharding=sharding)
         row_fields = dict.fromkeys(self.objective.row_fields, row_field)
-        return dict.fromkeys(batch_fields(self.config), field) | row_fields
+        token_fields = {
+            name: jax.ShapeDtypeStruct(
+                (*shape, size), dtype, sharding=self.shardings.batch((*shape, size))
+            )
+            for name, (size, dtype) in self.objective.token_fields.items()
+            if is_training
+        }
+        return dict.fromkeys(batch_fields(self.config), field) | row_fields | token_fields
 
     @cached_property
     def key(self) -> jax.Array:

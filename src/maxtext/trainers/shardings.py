@@ -108,7 +108,7 @@ class Shardings:
             for axes in self.config.data_sharding
             for axis in ([axes] if isinstance(axes, str) else axes)
         }
-        axes = self.config.input_data_sharding_logical_axes[: len(shape)]
+        axes = [*self.config.input_data_sharding_logical_axes, None][: len(shape)]
         return self.rules.sharding(axes, shape, allowed)
 
     def constrain_gradients(self, gradients: Any) -> Any:

@@ -269,15 +269,15 @@ def with_accum_dtype(gradient: Callable, accum_dtype: Any) -> Callable:
 
 
 def split_rows(field: jax.Array, microbatches: int) -> jax.Array:
-    """[B, S] to [microbatches, B / microbatches, S]: row b goes to microbatch b % microbatches, so
-    that every microbatch has rows of every device."""
+    """[B, ...] to [microbatches, B / microbatches, ...]: row b goes to microbatch
+    b % microbatches, so that every microbatch has rows of every device."""
 
     def interleave(field: jax.Array) -> jax.Array:
         parts = field.reshape(field.shape[0] // microbatches, microbatches, *field.shape[1:])
         return parts.swapaxes(0, 1)
 
-    axes = (None, "activation_embed_and_logits_batch", "activation_norm_length")
-    return auto_sharded(interleave, field, out_axes=axes)
+    axes = (None, "activation_embed_and_logits_batch", "activation_norm_length", None)
+    return auto_sharded(interleave, field, out_axes=axes[: field.ndim + 1])
 
 
 def accumulate_leaf(path: tuple, total: jax.Array, value: jax.Array) -> jax.Array:

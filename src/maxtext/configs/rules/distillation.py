@@ -13,8 +13,8 @@ in_range(0, None, "distill_beta", "distill_beta_end")
 
 
 def distills(settings: Settings) -> bool:
-    """Whether a teacher trains the model."""
-    return bool(settings.teacher_overrides)
+    """Whether the model learns from a teacher."""
+    return bool(settings.teacher_overrides or settings.offline_data_dir)
 
 
 inert_unless(
@@ -27,6 +27,10 @@ inert_unless(
     "distill_temperature",
     "distill_temperature_end",
     "distill_temperature_schedule",
+)
+inert_unless(
+    lambda s: s.teacher_overrides,
+    "a teacher that runs: set teacher_overrides",
     "distill_beta",
     "distill_beta_end",
     "distill_beta_schedule",
@@ -50,8 +54,9 @@ inert_unless(
 def distillation_is_the_only_method(settings: Settings) -> str | None:
     if not distills(settings):
         return None
-    other = next((key for key in ("use_dpo", "use_grpo") if getattr(settings, key)), None)
-    return other and f"{other} and teacher_overrides exclude each other: keep one"
+    others = ("use_dpo", "use_grpo", "teacher_overrides", "offline_data_dir")
+    chosen = [key for key in others if getattr(settings, key)]
+    return f"{' and '.join(chosen)} exclude each other: keep one" if len(chosen) > 1 else None
 
 
 @rule("distill_temperature")

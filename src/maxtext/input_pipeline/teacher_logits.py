@@ -1,0 +1,190 @@
+"""offline_data_dir: rows of training with the largest logits of a teacher, in Parquet files.
+
+`logits.json` says K, the length T of rows and the vocabulary; `part-00000.parquet` … hold the rows.
+A row has the fields of a batch [T], `top_k_logits` [T, K] in float16 and `top_k_indices` [T, K] in
+int32, their places in the vocabulary. A part is written under a temporary name and then renamed, so
+that an interrupted job continues after its last part.
+"""
+
+import json
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from maxtext.common.errors import ConfigError, UserError
+from maxtext.common.extras import require
+from maxtext.common.files import local_path, write_text
+from maxtext.configs.types import MaxTextConfig
+from maxtext.input_pipeline.interface import (
+    FIELDS,
+    Batch,
+    BatchIterator,
+    ShardSpec,
+    Split,
+    State,
+    check_position,
+    seal,
+    unseal,
+)
+
+MANIFEST = "logits.json"
+TOP_K_FIELDS = {"top_k_logits": np.dtype(np.float16), "top_k_indices": np.dtype(np.int32)}
+FORMAT_KEYS = ("top_k", "max_target_length", "vocab_size")
+
+
+def part_path(folder: Path, number: int) -> Path:
+    return folder / f"part-{number:05d}.parquet"
+
+
+def create_folder(folder: Path, settings: Mapping[str, int]) -> None:
+    """Create a folder for these settings. Raises ConfigError if it holds rows of other ones."""
+    path = folder / MANIFEST
+    if path.is_file():
+        saved = read_manifest(folder)
+        for name, value in settings.items():
+            if saved.get(name) != value:
+                raise ConfigError(
+                    f"{folder} was written with {name}={saved.get(name)}, not {value}: name "
+                    "another folder"
+                )
+        return
+    if folder.is_dir() and any(folder.iterdir()):
+        raise ConfigError(f"{folder} is not empty: name a new folder, or one to continue")
+    folder.mkdir(parents=True, exist_ok=True)
+    write_text(str(path), json.dumps(dict(settings)) + "\n")
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    path = folder / MANIFEST
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{folder} holds no logits of a teacher ({MANIFEST} cannot be read): write them with "
+            "`maxtext distill-logits`"
+        ) from error
+    if not isinstance(settings, dict) or not all(
+        isinstance(settings.get(key), int) for key in FORMAT_KEYS
+    ):
+        raise UserError(f"{path} must have the numbers {', '.join(FORMAT_KEYS)}")
+    return settings
+
+
+def write_part(path: Path, batch: Batch) -> None:
+    """Write the rows of a batch, which has also the fields TOP_K_FIELDS."""
+    pyarrow = require("pyarrow", "writing logits")
+    parquet = require("pyarrow.parquet", "writing logits")
+    columns = {}
+    for name, field in batch.items():
+        values = pyarrow.array(np.ascontiguousarray(field).reshape(-1))
+        columns[name] = pyarrow.FixedSizeListArray.from_arrays(values, field[0].size)
+    temporary = path.with_name(f".{path.name}.tmp")
+    parquet.write_table(pyarrow.table(columns), temporary)
+    temporary.replace(path)
+    read_part.cache_clear()
+
+
+def has_part(path: Path, inputs: np.ndarray) -> bool:
+    """Whether a part exists with rows of these inputs [rows, T]. One with fewer rows was the end of
+    a shorter job. Raises UserError for a part with other rows."""
+    if not path.is_file():
+        return False
+    stored = read_part(path, inputs.shape[1])["inputs"]
+    if not np.array_equal(stored, inputs[: len(stored)]):
+        raise UserError(f"{path} holds other rows than the data: name another folder")
+    return len(stored) == len(inputs)
+
+
+@lru_cache(maxsize=4)
+def read_part(path: Path, length: int) -> Batch:
+    parquet = require("pyarrow.parquet", "reading logits")
+    try:
+        table = parquet.read_table(path)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from error
+    batch = {}
+    for name in (*FIELDS, *TOP_K_FIELDS):
+        values = table.column(name).combine_chunks().flatten().to_numpy(zero_copy_only=False)
+        shape = (table.num_rows, length)
+        batch[name] = values.reshape(*shape, -1) if name in TOP_K_FIELDS else values.reshape(shape)
+    return batch
+
+
+def top_k_of(config: MaxTextConfig) -> int:
+    """K of offline_data_dir. Raises ConfigError if its rows are not for this model."""
+    folder = local_path(config.offline_data_dir or "")
+    settings = read_manifest(folder)
+    for key in ("max_target_length", "vocab_size"):
+        if settings[key] != getattr(config, key):
+            raise ConfigError(
+                f"offline_data_dir={folder} was written with {key}={settings[key]}, and this run "
+                f"has {key}={getattr(config, key)}: they must be equal"
+            )
+    return settings["top_k"]
+
+
+def part_rows(folder: Path) -> dict[Path, int]:
+    """The number of rows in each part, in order."""
+    parquet = require("pyarrow.parquet", "reading logits")
+    parts = sorted(folder.glob("part-*.parquet"))
+    if not parts:
+        raise UserError(f"{folder} holds no complete part: run `maxtext distill-logits` again")
+    return {part: parquet.read_metadata(part).num_rows for part in parts}
+
+
+def teacher_logits_source(config: MaxTextConfig, split: Split, shard: ShardSpec) -> BatchIterator:
+    top_k_of(config)
+    folder = local_path(config.offline_data_dir or "")
+    return TeacherLogits(part_rows(folder), config.max_target_length, config.num_epoch, shard)
+
+
+def max_data_streams(config: MaxTextConfig, split: Split) -> int:
+    return sum(part_rows(local_path(config.offline_data_dir or "")).values())
+
+
+class TeacherLogits(BatchIterator):
+    """The rows of a shard, in the order of the files, which is that of the data that was written;
+    `epochs` times."""
+
+    def __init__(self, parts: Mapping[Path, int], length: int, epochs: int, shard: ShardSpec):
+        self.parts = list(parts)
+        self.ends = np.cumsum(list(parts.values()))
+        self.length = length
+        self.shard = shard
+        self.rows = np.arange(shard.index, self.ends[-1], shard.count)
+        self.total = len(self.rows) * epochs
+        self.position = 0
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return {"dataset_type": "offline_data_dir", "rows": int(self.ends[-1])}
+
+    def __next__(self) -> Batch:
+        last = min(self.position + self.shard.rows, self.total)
+        count = last - self.position
+        if count == 0 or (count < self.shard.rows and not self.shard.min_rows):
+            raise StopIteration
+        rows = [self.read_row(number) for number in range(self.position, last)]
+        self.position = last
+        return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+
+    def read_row(self, number: int) -> Batch:
+        row = self.rows[number % len(self.rows)]
+        part = int(np.searchsorted(self.ends, row, side="right"))
+        first = self.ends[part - 1] if part else 0
+        fields = read_part(self.parts[part], self.length)
+        return {name: field[row - first] for name, field in fields.items()}
+
+    def get_state(self) -> State:
+        return seal(self.settings, {"row": self.position})
+
+    def set_state(self, state: State) -> None:
+        position = unseal(self.settings, state)["row"]
+        check_position(position, self.total)
+        self.position = position
+
+    def reset(self) -> None:
+        self.position = 0
