@@ -58,4 +58,6 @@ def test_packed_values_are_two_in_a_byte():
         assert packed.shape == weight.shape
         np.testing.assert_array_equal(packed.astype("float32"), plain.astype("float32"))
         odd = quantize_weight(jnp.asarray(weight[:, :5]), (0,), dtype, 32, packed=True)
-        assert odd.qvalue.shape == (64, 5)
+        assert odd.qvalue.shape == (64, 3)
+        assert odd.shape == (64, 5)
+        np.testing.assert_array_equal(odd.astype("float32"), plain.astype("float32")[:, :5])

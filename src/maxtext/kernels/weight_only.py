@@ -91,7 +91,8 @@ class QuantizedWeight:
 
     Along each dimension, `scale` has one entry for each group of neighbours that share a scale.
     If `packed` is int4 or nf4, qvalue is uint8 with two neighbours along the last dimension in a
-    byte, the first in the lower half; int4 values have an offset of 8.
+    byte, the first in the lower half; int4 values have an offset of 8. The last dimension, an
+    output, has a scale for each value.
     """
 
     qvalue: Any
@@ -101,7 +102,7 @@ class QuantizedWeight:
     @property
     def shape(self) -> tuple[int, ...]:
         *outer, last = self.qvalue.shape
-        return (*outer, 2 * last if self.packed else last)
+        return (*outer, self.scale.shape[-1] if self.packed else last)
 
     @property
     def ndim(self) -> int:
@@ -120,7 +121,7 @@ class QuantizedWeight:
 
     def astype(self, dtype: Any) -> jax.Array:
         num_groups = self.scale.shape
-        values = unpack(self.qvalue) if self.packed else self.qvalue
+        values = unpack(self.qvalue)[..., : self.shape[-1]] if self.packed else self.qvalue
         if values.dtype == jnp.uint4 or self.packed == NF4:
             values = jnp.take(jnp.asarray(NF4_LEVELS, jnp.float32), values.astype(jnp.int32))
         elif self.packed:
@@ -153,7 +154,7 @@ def quantize_weight(
 ) -> QuantizedWeight:
     """A weight whose matmul contracts the `contracted` dimensions, in `dtype` int8, int4 or nf4.
     At most `group` inputs share a scale, by default those of `MAX_GROUP`; in int8 all do. `packed`:
-    four-bit values are stored two in a byte, if the last dimension is even."""
+    four-bit values are stored two in a byte; the last dimension must be an output."""
     name = dtype if dtype == NF4 else jnp.dtype(dtype).name
     max_group = MAX_GROUP[name] and (group or MAX_GROUP[name])
     num_groups = tuple(groups_per_dim(x.shape, contracted, max_group))
@@ -164,20 +165,23 @@ def quantize_weight(
     else:
         qvalue, scale = quantize(groups, within_group, dtype)
     qvalue, scale = qvalue.reshape(x.shape), scale.reshape(num_groups)
-    if not packed or name == INT8 or x.shape[-1] % 2:
+    if not packed or name == INT8:
         return QuantizedWeight(qvalue, scale)
+    assert num_groups[-1] == x.shape[-1], "the last dimension is contracted"
     offset = 0 if name == NF4 else PACKED_OFFSET
     return QuantizedWeight(pack(qvalue.astype(jnp.int8) + offset), scale, name)
 
 
 def pack(values: jax.Array) -> jax.Array:
-    """uint8 [..., N / 2] of values [..., N] from 0 to 15."""
-    pairs = values.astype(jnp.uint8).reshape(*values.shape[:-1], -1, 2)
+    """uint8 [..., ceil(N / 2)] of values [..., N] from 0 to 15."""
+    padding = [(0, 0)] * (values.ndim - 1) + [(0, values.shape[-1] % 2)]
+    padded = jnp.pad(values.astype(jnp.uint8), padding)
+    pairs = padded.reshape(*values.shape[:-1], -1, 2)
     return pairs[..., 0] | (pairs[..., 1] << 4)
 
 
 def unpack(values: jax.Array) -> jax.Array:
-    """The inverse of `pack`, in uint8."""
+    """The inverse of `pack`, in uint8; an odd last dimension has a padding of one value."""
     pairs = jnp.stack([values & 15, values >> 4], axis=-1)
     return pairs.reshape(*values.shape[:-1], -1)
 
