@@ -28,6 +28,7 @@ SIZES = dict(
 FAMILIES = {
     "Llama": dict(tie_word_embeddings=False),
     "Phi3": dict(),
+    "Qwen3": dict(tie_word_embeddings=True, head_dim=4),
     "Mixtral": dict(num_local_experts=3, num_experts_per_tok=2),
     "DeepseekV3": dict(
         moe_intermediate_size=8, n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2,
@@ -47,6 +48,9 @@ VARIANTS = {
     ),
     "one layer": ("Llama", dict(target_modules=["q_proj"], layers_to_transform=[1])),
     "saved head": ("Llama", dict(target_modules=["q_proj"], modules_to_save=["lm_head"])),
+    "head of a tied model": (
+        "Qwen3", dict(target_modules=["q_proj"], modules_to_save=["lm_head"])
+    ),
     "outside layers": ("Llama", dict(target_modules=["embed_tokens", "lm_head"])),
     "fused": ("Phi3", dict(target_modules=["qkv_proj", "gate_up_proj"])),
     "fused dora": ("Phi3", dict(target_modules=["qkv_proj", "o_proj"], use_dora=True)),
@@ -107,8 +111,10 @@ def test_folder_is_merged_and_written_back_as_by_peft(variant, bases, tmp_path):
     merge_folder(base, tmp_path / "adapter", tmp_path / "merged")
     result = tensors(tmp_path / "merged")
     before = tensors(base)
-    assert result.keys() == before.keys()
-    assert any(not np.array_equal(result[name], before[name]) for name in result)
+    assert result.keys() == before.keys() | ({"lm_head.weight"} if lora.modules_to_save else set())
+    settings = json.loads((tmp_path / "merged" / "config.json").read_text())
+    assert settings.get("tie_word_embeddings", False) == ("lm_head.weight" not in result)
+    assert any(not np.array_equal(result[name], before[name]) for name in before)
     for name, tensor in result.items():
         if name in merged:
             np.testing.assert_allclose(tensor, merged[name], rtol=1e-5, atol=1e-6, err_msg=name)

@@ -11,14 +11,27 @@ from functools import cached_property
 
 import numpy as np
 
-from maxtext.checkpoint.adapter_modules import EMBEDDING, WEIGHT, LinearShape, ModelModules
+from maxtext.checkpoint.adapter_modules import (
+    EMBEDDING,
+    HEAD_WEIGHT,
+    WEIGHT,
+    LinearShape,
+    ModelModules,
+)
 from maxtext.checkpoint.adapters import MAGNITUDE, A, Adapter, B
 from maxtext.checkpoint.convert.command import SHARD_BYTES, unrolled_model
-from maxtext.checkpoint.open import open_checkpoint, save_hf_folder, save_native
+from maxtext.checkpoint.open import (
+    model_param_infos,
+    open_checkpoint,
+    save_hf_folder,
+    save_native,
+)
 from maxtext.checkpoint.peft_folder import read_adapter
 from maxtext.checkpoint.tensors import Progress, TensorInfo, TensorStream
 from maxtext.common.errors import ConfigError
+from maxtext.configs.types import MaxTextConfig
 from maxtext.layers.adapters import EMBEDDER
+from maxtext.models.transformer import make_template
 
 
 @dataclass(frozen=True)
@@ -29,37 +42,48 @@ class MergedTensors:
     adapter: Adapter
     linears: Mapping[str, LinearShape]
 
-    def __post_init__(self) -> None:
-        missing = [name for name in self.adapter.saved if name not in self.source.tensors]
-        if missing:
-            raise ConfigError(
-                f"the base has no {missing[0]} (its head is its embedding), so the adapter's own "
-                "cannot be merged into it: serve the adapter beside the base"
-            )
-
     @property
     def title(self) -> str:
         return self.source.title
 
     @cached_property
     def tensors(self) -> Mapping[str, TensorInfo]:
-        return self.source.tensors
+        dtype = self.source.tensors[EMBEDDING].dtype
+        own = {name: TensorInfo(dtype, array.shape) for name, array in self.adapter.saved.items()}
+        return own | dict(self.source.tensors)
+
+    @property
+    def new_names(self) -> list[str]:
+        """Saved weights that the base lacks: the head of a tied model."""
+        return [name for name in self.adapter.saved if name not in self.source.tensors]
 
     def read(self, name: str) -> np.ndarray:
+        if name in self.adapter.saved:
+            return self.adapter.saved[name].astype(self.tensors[name].dtype)
         return self.merge(name, self.source.read(name))
 
     def __iter__(self) -> Iterator[tuple[str, np.ndarray]]:
         for name, array in self.source:
             yield name, self.merge(name, array)
+        for name in self.new_names:
+            yield name, self.read(name)
 
     def merge(self, name: str, weight: np.ndarray) -> np.ndarray:
         if name in self.adapter.saved:
-            return self.adapter.saved[name].astype(weight.dtype)
+            return self.read(name)
         path = EMBEDDER if name == EMBEDDING else name.removesuffix(WEIGHT)
         if path not in self.adapter.spec.by_path:
             return weight
         merged = merged_weight(self.adapter, path, weight, self.linears.get(path))
         return merged.astype(weight.dtype)
+
+
+def merged_config(config: MaxTextConfig, adapter: Adapter) -> MaxTextConfig:
+    """The configuration of the merged model: its head is no longer its embedding if the adapter has
+    a head of its own."""
+    if HEAD_WEIGHT not in adapter.saved or not config.logits_via_embedding:
+        return config
+    return config.model_copy(update={"logits_via_embedding": False})
 
 
 def merged_weight(
@@ -106,7 +130,10 @@ def merge_folder(
             f"{base} has integer weights, which an adapter cannot be merged into: merge it into "
             "the folder that they were made from"
         )
-    merged = MergedTensors(weights, read_adapter(folder, config), ModelModules.of(config).linears)
+    adapter = read_adapter(folder, config)
+    merged = MergedTensors(weights, adapter, ModelModules.of(config).linears)
+    config = merged_config(config, adapter)
+    param_infos = model_param_infos(make_template(config), config)
     assets, names = checkpoint.hf_assets, checkpoint.hf_tensor_names
     if checkpoint.mapping is None:
         save_native(out, config, merged, assets, names, progress, SHARD_BYTES)

@@ -335,8 +335,15 @@ def update_hf_config(
             hf_config.pop("quantization_config", None)
             if "num_nextn_predict_layers" in hf_config:
                 hf_config["num_nextn_predict_layers"] = config.mtp_num_layers
+            if not config.logits_via_embedding and is_tied(hf_config, config):
+                hf_config["tie_word_embeddings"] = False  # a merged adapter had its own head
             return hf_config | {dtype_key: dtype}
     return None
+
+
+def is_tied(hf_config: dict[str, Any], config: MaxTextConfig) -> bool:
+    defaults = hf_registry.mapping_for(config).defaults
+    return bool(hf_config.get("tie_word_embeddings", defaults.get("tie_word_embeddings", False)))
 
 
 def model_param_infos(template: Template, config: MaxTextConfig) -> dict[str, ParamInfo]:

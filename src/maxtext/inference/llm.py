@@ -38,7 +38,7 @@ from maxtext.inference.loading import (
     find_eos_ids,
     inference_context,
     load_weights,
-    merge_weights,
+    merge_model,
     random_weights,
     read_adapters,
     resolve_config,
@@ -207,14 +207,9 @@ class LLM:
                 f"quantization={self.config.quantization} rounds the base: load it without, then "
                 "merge the adapter"
             )
-        weights = merge_weights(
-            ModelWeights(split_adapter(self.model.checkpoint_weights)[0], self.param_infos),
-            loaded.adapter,
-            self.config,
-            self.template,
-            self.rules,
-        )
-        merged = LLM(self.config, self.template, weights, self.checkpoint, self.context)
+        base = ModelWeights(split_adapter(self.model.checkpoint_weights)[0], self.param_infos)
+        config, template, weights = merge_model(base, loaded.adapter, self.config, self.rules)
+        merged = LLM(config, template, weights, self.checkpoint, self.context)
         merged.disk_dtypes = self.disk_dtypes
         return merged
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from maxtext.checkpoint.adapter_modules import ModelModules
 from maxtext.checkpoint.adapters import Adapter
-from maxtext.checkpoint.merge_adapter import MergedTensors
+from maxtext.checkpoint.merge_adapter import MergedTensors, merged_config
 from maxtext.checkpoint.open import Checkpoint, model_param_infos
 from maxtext.checkpoint.peft_folder import adapter_folders, read_adapter
 from maxtext.checkpoint.quantized import load_model, quantized_weight_dtype
@@ -124,16 +124,16 @@ def read_adapters(config: MaxTextConfig, folders: Folders) -> dict[str, Adapter]
     return {name: read_adapter(folder, config) for name, folder in folders.items()}
 
 
-def merge_weights(
-    base: ModelWeights,
-    adapter: Adapter,
-    config: MaxTextConfig,
-    template: Template,
-    rules: AxisRules,
-) -> Any:
-    """New weights of a model, with an adapter merged into them."""
+def merge_model(
+    base: ModelWeights, adapter: Adapter, config: MaxTextConfig, rules: AxisRules
+) -> tuple[MaxTextConfig, Template, Any]:
+    """The configuration, the template and new weights of a model with an adapter merged into
+    them."""
     merged = MergedTensors(base, adapter, ModelModules.of(config).linears)
-    return load_model(merged, config, base.param_infos, template, rules)
+    config = merged_config(config, adapter)
+    template = make_template(config)
+    param_infos = model_param_infos(template, config)
+    return config, template, load_model(merged, config, param_infos, template, rules)
 
 
 def find_eos_ids(hf_assets: Iterable[Path], tokenizer: Tokenizer | None) -> list[int]:
