@@ -145,6 +145,11 @@ def fill_defaults(settings: Layer, environ: Mapping[str, str]) -> None:
         settings["steps"] = Setting(
             settings["learning_rate_schedule_steps"].value, Source("derived")
         )
+    is_fine_tuning = settings["use_sft"].value is True or settings["use_dpo"].value is True
+    steps, epochs = settings["steps"], settings["num_epoch"]
+    if is_fine_tuning and steps.source.is_user and epochs.source.kind == "default":
+        # Data for fine-tuning is small: it is repeated as often as the steps need.
+        settings["num_epoch"] = Setting(steps.value, Source("derived", "steps"))
     attention = settings["attention"]
     if isinstance(attention.value, str) and attention.value in ATTENTION_ALIASES:
         name = ATTENTION_ALIASES[attention.value]

@@ -107,8 +107,6 @@ def fine_tune(
     method: str, model: str | os.PathLike, data: Any, keys: Mapping[str, Any]
 ) -> TuningRun:
     """Train with the preset of a method. Without base_output_directory nothing is left on disk."""
-    if "steps" in keys:  # the data is repeated as often as they need
-        keys = {"num_epoch": keys["steps"], **keys}
     overrides, checkpoint = model_overrides(model, keys)
     with tempfile.TemporaryDirectory(prefix="maxtext-") as temporary:
         defaults = {"base_output_directory": temporary, "enable_checkpointing": False}
