@@ -17,9 +17,11 @@ from maxtext.configs.sources import from_overrides
 from maxtext.models.configuration import load
 from maxtext.optimizers import learning_rate_schedule, parameter_paths
 from maxtext.sharding import use_rules
+from maxtext.sharding.topology import find_target
 from maxtext.trainers import tune
 from maxtext.trainers.distill_features import pop_features
 from maxtext.trainers.distillation import loss_weights
+from maxtext.trainers.estimate import estimate_memory
 from maxtext.trainers.init_state import initial_state, with_reference
 from maxtext.trainers.run_context import RunContext
 from maxtext.trainers.step import make_eval_step, make_train_step
@@ -389,6 +391,12 @@ def test_weights_follow_their_schedules(start):
     assert [float(x["distill_alpha"]) for x in weights] == pytest.approx([1, 0.875, 0.5, 0.5])
     quarter = 1 + 3 * (1 + math.cos(math.pi / 4)) / 2
     assert [float(x["distill_temperature"]) for x in weights] == pytest.approx([4, quarter, 1, 1])
+
+
+def test_estimate_counts_the_teacher(start, models):
+    config = start("dtype=bfloat16").config
+    result = estimate_memory(config, find_target("cpu"), compiling=False)
+    assert result.reference.device == 2 * models[2].num_parameters()
 
 
 def test_teacher_has_the_keys_of_the_run_and_its_own(start):

@@ -58,9 +58,11 @@ def run(args: list[str]) -> int:
 def memory_rows(estimate: Estimate) -> list[tuple[str, int, str]]:
     """The memory of one device: (name, bytes, where the number comes from)."""
     program = estimate.program
+    frozen = ("frozen reference", estimate.reference.device, "shapes and shards")
     rows = [
         ("weights", estimate.weights.device, "shapes and shards"),
         ("optimizer", estimate.optimizer.device, "shapes and shards"),
+        *([frozen] if estimate.reference.device else []),
         ("gradients", estimate.gradients, "shapes and shards; part of the temporaries"),
         ("batch", estimate.batch, "shapes and shards"),
         (
@@ -256,6 +258,7 @@ def to_json(estimate: Estimate, plans: dict[str, Plan | None]) -> dict[str, Any]
         "active_parameters": estimate.active,
         "weights": estimate.weights.device,
         "optimizer": estimate.optimizer.device,
+        "reference": estimate.reference.device,
         "gradients": estimate.gradients,
         "batch": estimate.batch,
         "temporaries": estimate.temporaries,

@@ -114,6 +114,7 @@ class Estimate:
     active: int
     weights: MemoryBytes
     optimizer: MemoryBytes
+    reference: MemoryBytes  # frozen weights of another model: a teacher, the reference of DPO
     gradients: int
     batch: int
     policies: list[SavedActivations]
@@ -142,7 +143,8 @@ class Estimate:
         """Bytes of one device."""
         if self.program is not None:
             return self.program.needed
-        return self.weights.device + self.optimizer.device + self.batch + self.temporaries
+        state = self.weights.device + self.optimizer.device + self.reference.device
+        return state + self.batch + self.temporaries
 
     @property
     def host(self) -> int:
@@ -222,6 +224,7 @@ def estimate_memory(config: MaxTextConfig, target: Target, compiling: bool = Tru
             (state.step, state.opt_state, state.nonfinite_steps),
             (shardings.step, shardings.opt_state, shardings.nonfinite_steps),
         ),
+        reference=shard_bytes(state.reference, shardings.reference),
         gradients=shard_bytes(
             select(state.weights, context.trained),
             select(context.shardings.gradients, context.trained),

@@ -12,6 +12,7 @@ from maxtext.configs.provenance import Setting, Source
 from maxtext.configs.types import DerivedValues, MaxTextConfig
 from maxtext.layers.parameters import Template
 from maxtext.models.configuration import load
+from maxtext.models.transformer import build_context
 from maxtext.sharding import AxisRules
 from maxtext.tokenizers.load import open_tokenizer
 
@@ -51,12 +52,12 @@ def teacher_config(config: MaxTextConfig, rules: AxisRules) -> MaxTextConfig:
     path = overrides.get("load_parameters_path")
     has_name = overrides.get("model_name", "default") != "default"
     checkpoint = open_checkpoint(path) if path and not has_name else None
-    mesh = rules.mesh
+    platform = build_context(config, rules).platform
     teacher = load(
         None,
         common | own,
         environ={},
-        devices=Devices(mesh.size, platform=mesh.devices.flat[0].platform),
+        devices=Devices(rules.mesh.size, slices=config.num_slices, platform=platform),
         model=checkpoint.model_layer if checkpoint else None,
     )
     ledger.refuse_unsupported_model(teacher, base_values())
