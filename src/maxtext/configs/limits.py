@@ -75,6 +75,7 @@ PATH_KEYS = {
     "chat_template_path",
     "formatting_func_path",  # or a dotted path
     "lora_input_adapters_path",
+    "lora_restore_path",
 }
 # Paths that must stay inside another folder.
 INNER_PATHS = {

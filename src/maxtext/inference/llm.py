@@ -21,7 +21,6 @@ from maxtext.checkpoint.open import (
     save_hf_folder,
     save_native,
 )
-from maxtext.checkpoint.peft_folder import read_adapter, write_adapter
 from maxtext.checkpoint.quantized import PackedWeights
 from maxtext.checkpoint.tensors import CastTensors, Progress
 from maxtext.checkpoint.weights import ModelWeights, param_dtypes
@@ -30,7 +29,8 @@ from maxtext.common.files import local_path
 from maxtext.configs import fields
 from maxtext.configs.sources import from_python
 from maxtext.configs.types import MaxTextConfig
-from maxtext.inference.adapters import AdapterSlots, serves
+from maxtext.inference.adapter_methods import AdapterMethods
+from maxtext.inference.adapters import AdapterSlots
 from maxtext.inference.cache_config import fit_slots
 from maxtext.inference.engine import InferenceEngine
 from maxtext.inference.loading import (
@@ -44,7 +44,6 @@ from maxtext.inference.loading import (
     resolve_config,
     split_caches,
 )
-from maxtext.inference.model import InferenceModel
 from maxtext.inference.processing import (
     OutputProcessor,
     check_positions,
@@ -68,7 +67,7 @@ from maxtext.tokenizers import Tokenizer, find_tokenizer, load_tokenizer
 MAX_SLOTS = 256  # sequences at a time, for a list of prompts
 
 
-class LLM:
+class LLM(AdapterMethods):
     """A language model. `LLM.load` opens one; its weights are on the mesh that the configuration
     describes.
     """
@@ -163,39 +162,6 @@ class LLM:
             llm.warm_up()
         return llm
 
-    def build_model(self, weights: Any) -> InferenceModel:
-        """The model for the adapters that are loaded."""
-        context, slots = self.context, None
-        if self.adapters.loaded:
-            slots = self.adapters
-            context = replace(context, adapters=slots.spec)
-        return InferenceModel(self.config, self.rules, context, self.template, weights, slots)
-
-    def load_adapter(self, folder: str | os.PathLike, name: str | None = None) -> None:
-        """Load one more PEFT folder. Nothing is compiled again if it has no more than the adapters
-        that the model was built for: layers, ranks, DoRA, modules saved in full."""
-        adapter = read_adapter(folder, self.config)
-        self.adapters.add(name or local_path(folder).name, adapter)
-        self.update_adapters()
-
-    def drop_adapter(self, name: str) -> None:
-        """Free the slot of an adapter."""
-        self.adapters.remove(name)
-        self.update_adapters()
-
-    def update_adapters(self) -> None:
-        if any(engine.leased for engine in self.engines):
-            raise UserError("requests are running: load and drop adapters between them")
-        built = self.model.context.adapters
-        if serves(built, self.adapters.spec):
-            self.model.weights = self.model.with_adapters(self.model.weights, self.param_infos)
-            for engine in self.engines:
-                engine.executor.weights = self.model.weights
-            return
-        self.engine = None
-        weights, _ = split_adapter(self.model.checkpoint_weights)
-        self.model = self.build_model(jax.tree.map(jnp.asarray, weights))
-
     def merge(self, name: str | None = None) -> "LLM":
         """A new model with an adapter merged into its weights: W + scale · B A in float32, rounded
         once. Raises ConfigError if the weights are quantized."""
@@ -212,14 +178,6 @@ class LLM:
         merged = LLM(config, template, weights, self.checkpoint, self.context)
         merged.disk_dtypes = self.disk_dtypes
         return merged
-
-    def save_adapter(self, folder: str | os.PathLike, name: str | None = None) -> None:
-        """Write an adapter (by default the first) as a PEFT folder."""
-        loaded = self.adapters.find(name)
-        if loaded is None:
-            raise UserError("which adapter? none is loaded")
-        base = "" if self.checkpoint is None else str(self.checkpoint.path)
-        write_adapter(folder, loaded.adapter, self.config, base)
 
     def logits(self, token_ids: Any, adapter: str | None = None) -> jax.Array:
         """Token ids [B, S], or [S] of one sequence -> the logits of the next token at every

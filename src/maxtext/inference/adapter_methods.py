@@ -1,0 +1,81 @@
+"""The methods of `LLM` for adapters: building the model for them, loading, dropping and saving."""
+
+import os
+import weakref
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from maxtext.checkpoint.open import Checkpoint
+from maxtext.checkpoint.peft_folder import read_adapter, write_adapter
+from maxtext.checkpoint.weights import ParamInfo
+from maxtext.common.errors import UserError
+from maxtext.common.files import local_path
+from maxtext.configs.types import MaxTextConfig
+from maxtext.inference.adapters import AdapterSlots, serves
+from maxtext.inference.engine import InferenceEngine
+from maxtext.inference.model import InferenceModel
+from maxtext.layers.context import BuildContext
+from maxtext.layers.lora import split_adapter
+from maxtext.layers.parameters import Template
+from maxtext.sharding import AxisRules
+
+
+class AdapterMethods:
+    """For `LLM`, which sets these attributes."""
+
+    config: MaxTextConfig
+    template: Template
+    checkpoint: Checkpoint | None
+    rules: AxisRules
+    context: BuildContext  # without adapters
+    adapters: AdapterSlots
+    model: InferenceModel
+    param_infos: dict[str, ParamInfo]
+    disk_dtypes: dict[str, np.dtype]
+    engine: InferenceEngine | None
+    engines: weakref.WeakSet[InferenceEngine]
+
+    def build_model(self, weights: Any) -> InferenceModel:
+        """The model for the adapters that are loaded."""
+        context, slots = self.context, None
+        if self.adapters.loaded:
+            slots = self.adapters
+            context = replace(context, adapters=slots.spec)
+        return InferenceModel(self.config, self.rules, context, self.template, weights, slots)
+
+    def load_adapter(self, folder: str | os.PathLike, name: str | None = None) -> None:
+        """Load one more PEFT folder. Nothing is compiled again if it has no more than the adapters
+        that the model was built for: layers, ranks, DoRA, modules saved in full."""
+        adapter = read_adapter(folder, self.config)
+        self.adapters.add(name or local_path(folder).name, adapter)
+        self.update_adapters()
+
+    def drop_adapter(self, name: str) -> None:
+        """Free the slot of an adapter."""
+        self.adapters.remove(name)
+        self.update_adapters()
+
+    def update_adapters(self) -> None:
+        if any(engine.leased for engine in self.engines):
+            raise UserError("requests are running: load and drop adapters between them")
+        built = self.model.context.adapters
+        if serves(built, self.adapters.spec):
+            self.model.weights = self.model.with_adapters(self.model.weights, self.param_infos)
+            for engine in self.engines:
+                engine.executor.weights = self.model.weights
+            return
+        self.engine = None
+        weights, _ = split_adapter(self.model.checkpoint_weights)
+        self.model = self.build_model(jax.tree.map(jnp.asarray, weights))
+
+    def save_adapter(self, folder: str | os.PathLike, name: str | None = None) -> None:
+        """Write an adapter (by default the first) as a PEFT folder."""
+        loaded = self.adapters.find(name)
+        if loaded is None:
+            raise UserError("which adapter? none is loaded")
+        base = "" if self.checkpoint is None else str(self.checkpoint.path)
+        write_adapter(folder, loaded.adapter, self.config, base)
