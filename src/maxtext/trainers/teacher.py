@@ -1,5 +1,6 @@
 """The teacher of distillation: its configuration, and its weights in their shards."""
 
+import math
 from typing import Any
 
 from maxtext.checkpoint.open import model_param_infos, open_checkpoint
@@ -57,7 +58,9 @@ def teacher_config(config: MaxTextConfig, rules: AxisRules) -> MaxTextConfig:
         None,
         common | own,
         environ={},
-        devices=Devices(rules.mesh.size, slices=config.num_slices, platform=platform),
+        devices=Devices(
+            rules.mesh.size, slices=math.prod(config.dcn_parallelism), platform=platform
+        ),
         model=checkpoint.model_layer if checkpoint else None,
     )
     ledger.refuse_unsupported_model(teacher, base_values())
