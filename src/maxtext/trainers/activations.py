@@ -16,11 +16,14 @@ import jax.numpy as jnp
 
 from maxtext.configs.remat import OFFLOADED, SAVED_ON_DEVICE
 from maxtext.configs.types import MaxTextConfig
-from maxtext.input_pipeline import FIELDS
-from maxtext.models.transformer import build_context, make_template
+from maxtext.input_pipeline import batch_fields
 from maxtext.sharding import AxisRules, use_rules
 from maxtext.sharding.memory import ActivationSharding, MemoryBytes, single_device_rules
-from maxtext.trainers.model_losses import language_model_losses, layer_inputs
+from maxtext.trainers.model_losses import layer_inputs
+from maxtext.trainers.preference import interleave_pairs
+from maxtext.trainers.run_context import RunContext
+from maxtext.trainers.step import TrainState, uses_dropout
+from maxtext.trainers.trainable import merge, select
 
 ALIASES = ("minimal_flash",)
 ROWS = 1009  # a prime: a dimension that is a multiple of it comes from the batch
@@ -120,22 +123,31 @@ class Traced:
 
 def trace(config: MaxTextConfig, device: AxisRules, without_head: bool = False) -> Traced:
     """The loss of one microbatch and its gradient; or the embedding and the layers alone."""
-    template = make_template(config, build_context(config, device))
-    field = jax.ShapeDtypeStruct((ROWS, config.max_target_length), jnp.int32)
+    context = RunContext.from_rules(config, device)
+    objective, key = context.objective, jax.random.key(0) if uses_dropout(config) else None
 
-    def loss(weights: Any, batch: dict[str, jax.Array]) -> Any:
-        key = jax.random.key(0) if config.enable_dropout and config.dropout_rate > 0 else None
+    def loss(weights: Any, reference: Any, batch: dict[str, jax.Array]) -> Any:
         if without_head:
-            return template.bind(weights).run(batch["inputs"], layer_inputs(config, batch, key))[0]
-        losses = language_model_losses(config, template, weights, batch, key)
+            rows = interleave_pairs(batch) if config.use_dpo else batch
+            model = objective.template.bind(weights)
+            return model.run(rows["inputs"], layer_inputs(config, rows, key))[0]
+        losses = objective.losses(weights, reference, batch, key, jnp.int32(0))
         return sum((*losses.sums.values(), *losses.aux_losses.values()), jnp.float32(0))
 
-    def forward_backward(weights: Any, batch: dict[str, jax.Array]) -> Any:
-        value, backward = jax.vjp(lambda weights: loss(weights, batch), weights)
+    def forward_backward(state: TrainState, batch: dict[str, jax.Array]) -> Any:
+        frozen = select(state.weights, context.trained, keep=False)
+        value, backward = jax.vjp(
+            lambda trained: loss(merge(trained, frozen), state.reference, batch),
+            select(state.weights, context.trained),
+        )
         return backward, backward(jax.tree.map(jnp.ones_like, value))
 
+    tokens = jax.ShapeDtypeStruct((ROWS, config.max_target_length), jnp.int32)
+    batch = dict.fromkeys(batch_fields(config), tokens) | dict.fromkeys(
+        objective.row_fields, jax.ShapeDtypeStruct((ROWS,), jnp.float32)
+    )
     jaxpr, shapes = jax.make_jaxpr(forward_backward, return_shape=True)(
-        template.weights, dict.fromkeys(FIELDS, field)
+        context.abstract_state, batch
     )
     num_residuals = len(jax.tree.leaves(shapes[0]))
     return Traced(jaxpr.jaxpr, jaxpr.jaxpr.outvars[:num_residuals])

@@ -112,7 +112,7 @@ class Estimate:
     target: Target
     parameters: int
     active: int
-    weights: MemoryBytes
+    weights: MemoryBytes  # and those of a reference or teacher
     optimizer: MemoryBytes
     reference: MemoryBytes  # frozen weights of another model: a teacher, the reference of DPO
     gradients: int
@@ -211,7 +211,9 @@ def estimate_memory(config: MaxTextConfig, target: Target, compiling: bool = Tru
     context.shardings.check()
     policies = activations_by_policy(config, context.rules, target.platform)
     state, shardings = context.abstract_state, context.shardings.state
-    weights = shard_bytes(state.weights, shardings.weights)
+    weights = shard_bytes(
+        (state.weights, state.reference), (shardings.weights, shardings.reference)
+    )
     all_activations = next(saved for saved in policies if saved.policy == "none").layers.device
     layer_activations = 0 if policy_of(config) == "none" else all_activations // len(layers(config))
     computed = Estimate(
