@@ -7,13 +7,12 @@ from maxtext.configs.types import MaxTextConfig
 from maxtext.models.counts import parameter_count, train_flops_per_token
 from maxtext.models.registry import layers
 from maxtext.models.transformer import build_context, implementations
-from maxtext.trainers.compile import JittedStep
 from maxtext.trainers.memory import step_bytes
 from maxtext.trainers.run_context import RunContext
 
 
 def banner(
-    context: RunContext, step: jax.stages.Compiled | JittedStep, run_folder: str, origin: str
+    context: RunContext, step: jax.stages.Compiled, run_folder: str, origin: str
 ) -> dict[str, dict[str, str]]:
     """`origin`: where the first state comes from."""
     config = context.config
@@ -40,7 +39,7 @@ def banner(
     }
 
 
-def describe_model(context: RunContext, step: jax.stages.Compiled | JittedStep) -> dict[str, str]:
+def describe_model(context: RunContext, step: jax.stages.Compiled) -> dict[str, str]:
     config = context.config
     flops = f"{train_flops_per_token(config):.3e}"
     model = {

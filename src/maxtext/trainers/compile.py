@@ -3,7 +3,6 @@
 import contextlib
 import os
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -34,12 +33,6 @@ def compile_train_step(context: RunContext, rows: int) -> jax.stages.Compiled:
 
 def lower_train_step(context: RunContext, rows: int) -> jax.stages.Lowered:
     """The train step for batches of `rows` rows. It donates the state."""
-    jitted, arguments = jit_train_step(context, rows)
-    return lower(context, jitted, *arguments)
-
-
-def jit_train_step(context: RunContext, rows: int) -> tuple[Any, tuple[Any, ...]]:
-    """The function of `lower_train_step`, and its abstract arguments."""
     shardings = context.shardings
     step = make_train_step(
         context.objective,
@@ -56,8 +49,8 @@ def jit_train_step(context: RunContext, rows: int) -> tuple[Any, tuple[Any, ...]
     arguments = state, batch, context.abstract_key
     if is_explicit(context):
         step = with_explicit_sharding(step, jax.tree.map(lambda leaf: leaf.sharding, arguments))
-    out_shardings = (shardings.state, shardings.replicated)
-    return jax.jit(step, donate_argnums=0, out_shardings=out_shardings), arguments
+    jitted = jax.jit(step, donate_argnums=0, out_shardings=(shardings.state, shardings.replicated))
+    return lower(context, jitted, *arguments)
 
 
 def compile_eval_step(context: RunContext, rows: int) -> jax.stages.Compiled:
@@ -70,41 +63,13 @@ def compile_eval_step(context: RunContext, rows: int) -> jax.stages.Compiled:
 
 
 def lower(context: RunContext, step: Any, *arguments: Any) -> jax.stages.Lowered:
-    with tracing(context):
-        return step.lower(*arguments)
-
-
-@contextlib.contextmanager
-def tracing(context: RunContext) -> Iterator[None]:
-    """The settings under which programs of a run are traced."""
     mesh = context.rules.mesh
     with (
         use_rules(context.rules),
         jax.set_mesh(mesh) if is_explicit(context) else contextlib.nullcontext(),
         jax.default_matmul_precision(context.config.matmul_precision.value),
     ):
-        yield
-
-
-class JittedStep:
-    """A train step that is compiled when it is called. On CPUs, programs that are compiled ahead of
-    time refuse arrays of 4-bit integers, whose layout JAX reports in two ways."""
-
-    def __init__(self, context: RunContext, rows: int):
-        self.context = context
-        self.step, _ = jit_train_step(context, rows)
-
-    def __call__(self, *arguments: Any) -> Any:
-        with tracing(self.context):
-            return self.step(*arguments)
-
-    def memory_analysis(self) -> None:
-        return None
-
-    @staticmethod
-    def is_needed(context: RunContext) -> bool:
-        is_packed = context.config.lora_weight_qtype in ("int4", "nf4")
-        return is_packed and platform_of(context) == "cpu"
+        return step.lower(*arguments)
 
 
 def is_explicit(context: RunContext) -> bool:

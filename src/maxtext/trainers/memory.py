@@ -7,11 +7,10 @@ import jax
 from maxtext.common import hardware
 from maxtext.common.log import LOGGER
 from maxtext.sharding.topology import local_memory
-from maxtext.trainers.compile import JittedStep
 from maxtext.trainers.run_context import RunContext
 
 
-def step_bytes(step: jax.stages.Compiled | JittedStep) -> int:
+def step_bytes(step: jax.stages.Compiled) -> int:
     """Bytes that a step needs on one device; 0 if the compiler does not report them."""
     memory = step.memory_analysis()
     if memory is None:

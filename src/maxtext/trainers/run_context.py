@@ -148,6 +148,12 @@ def reject_inference_keys(config: MaxTextConfig) -> None:
                 f"{key}={str(value).lower()} ({config.source(key)}) is about the KV cache of "
                 "generation, and training has none: leave it out"
             )
+    if config.lora_input_adapters_path:
+        raise ConfigError(
+            f"lora_input_adapters_path={config.lora_input_adapters_path} "
+            f"({config.source('lora_input_adapters_path')}) is for generation: to train an adapter "
+            "further, set lora_restore_path"
+        )
     quantization = config.quantization.value if config.quantization else ""
     values = {
         "checkpoint_is_quantized": "true" if config.checkpoint_is_quantized else "",

@@ -17,13 +17,12 @@ from maxtext.layers.attention_sharding import packed_request
 from maxtext.layers.specs import AttentionSpec, MlaSpec
 from maxtext.models.registry import layers
 from maxtext.trainers import aot
-from maxtext.trainers.compile import JittedStep, compile_lowered, lower_train_step
+from maxtext.trainers.compile import compile_lowered, lower_train_step
 from maxtext.trainers.data_loader import DeviceBatch
 from maxtext.trainers.model_losses import needs_segment_mask
 from maxtext.trainers.run_context import RunContext
 from maxtext.trainers.step import TrainState
 
-Program = jax.stages.Compiled | JittedStep
 UNBOUNDED = -1  # the bucket of any number of segments
 SMALLEST_BUCKET = 15  # segments; together with the padding after them, a power of two
 
@@ -34,13 +33,13 @@ class StepCache:
     def __init__(self, context: RunContext):
         self.context = context
         self.largest_bucket = largest_segment_bucket(context)
-        self.programs: dict[tuple[int, int], Program] = {}  # by (rows, bucket)
+        self.programs: dict[tuple[int, int], jax.stages.Compiled] = {}  # by (rows, bucket)
 
     def __call__(self, state: TrainState, batch: DeviceBatch, key: jax.Array) -> Any:
         rows = next(iter(batch.fields.values())).shape[0]
         return self.get(rows, batch.max_segments)(state, batch.fields, key)
 
-    def get(self, rows: int, max_segments: int = 1) -> Program:
+    def get(self, rows: int, max_segments: int = 1) -> jax.stages.Compiled:
         """The program for batches of `rows` rows with at most `max_segments` segments each."""
         bucket = self.segment_bucket(max_segments)
         if (rows, bucket) not in self.programs:
@@ -67,7 +66,7 @@ class StepCache:
         return bucket if bucket <= self.largest_bucket else UNBOUNDED
 
 
-def load_or_compile(context: RunContext, rows: int) -> Program:
+def load_or_compile(context: RunContext, rows: int) -> jax.stages.Compiled:
     """The step in compiled_trainstep_file, or one that is compiled now."""
     config = context.config
     if config.compile_topology:
@@ -75,8 +74,6 @@ def load_or_compile(context: RunContext, rows: int) -> Program:
             f"compile_topology={config.compile_topology} is for maxtext compile and estimate; "
             "training runs on the devices that are here: leave it out"
         )
-    if JittedStep.is_needed(context):
-        return JittedStep(context, rows)
     lowered = lower_train_step(context, rows)
     if not config.compiled_trainstep_file:
         return compile_lowered(context, lowered)

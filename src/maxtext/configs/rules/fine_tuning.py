@@ -63,6 +63,17 @@ def one_fine_tuning_method(settings: Settings) -> str | None:
     return f"{' and '.join(chosen)} exclude each other: keep one" if len(chosen) > 1 else None
 
 
+@rule("quantization")
+def adapters_multiply_in_floats(settings: Settings) -> str | None:
+    has_adapters = settings.lora_rank > 0 or settings.lora_restore_path
+    if has_adapters and settings.quantization is not None and settings.quantization.value:
+        return (
+            f"quantization={settings.quantization.value} would do nothing: a model with adapters "
+            "multiplies in dtype; lora_weight_qtype quantizes its base"
+        )
+    return None
+
+
 @rule("dataset_type")
 def rows_are_records(settings: Settings) -> str | None:
     method, kind = method_of(settings), settings.dataset_type
