@@ -270,7 +270,7 @@ def main() -> None:
         return
     results = {}
     # Read the modules from the disk once.
-    subprocess.run([sys.executable, "-c", "import maxtext.trainers.pretrain"], check=True)
+    subprocess.run([sys.executable, "-c", "import maxtext.trainers.train"], check=True)
     for case in options.cases.split(","):
         with tempfile.TemporaryDirectory() as folder:
             result = run_maxtext(CASES[case], options.steps, Path(folder))

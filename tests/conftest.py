@@ -44,6 +44,10 @@ def pytest_collection_modifyitems(items):
 
     Mark all but the first case of a compiling test as slow: each case compiles its own programs.
     """
+    for item in items:
+        marker = item.get_closest_marker("representative")
+        if marker is not None and item.callspec.id not in marker.args:
+            item.add_marker(pytest.mark.exhaustive)
     items.sort(key=lambda item: not item.path.name.startswith(SLOWEST_FILES))
     seen = set()
     for item in items:

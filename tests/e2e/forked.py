@@ -19,7 +19,7 @@ import jax
 
 # What `maxtext train` imports when it runs. None of it asks JAX for devices.
 for module in (
-    "maxtext.cli.main", "maxtext.cli.train", "maxtext.trainers.pretrain",
+    "maxtext.cli.main", "maxtext.cli.train", "maxtext.trainers.train",
     "maxtext.trainers.sample", "maxtext.checkpoint.open", "grain", "matplotlib.figure",
 ):  # fmt: skip
     importlib.import_module(module)

@@ -188,6 +188,9 @@ def few_readers(run_both):
     return run_both("few readers", "prompt=def ")
 
 
+@pytest.mark.representative(
+    "workers",
+)
 @pytest.mark.parametrize("data", DATA)
 def test_processes_compute_what_one_process_does(run_both, request, data):
     one, two = request.getfixturevalue("few_readers") if data == "few readers" else run_both(data)
@@ -208,6 +211,9 @@ def test_processes_sample_text_together(few_readers):
     assert re.match(r"\s+\[0\] \s*\[0\] def .", said), run.text()
 
 
+@pytest.mark.representative(
+    "coordinator",
+)
 @pytest.mark.parametrize("index", [1, 0], ids=["worker", "coordinator"])
 def test_a_killed_process_ends_the_launcher_in_time(launch, index):
     run = launch(2, *SIMPLE, *WITHOUT_CHECKPOINTS, "steps=1000000")

@@ -202,7 +202,7 @@ def killed_until_done(job, generator, kills, steps, early):
     return killed
 
 
-@pytest.mark.parametrize("kills", [5, pytest.param(30, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("kills", [3, pytest.param(30, marks=pytest.mark.exhaustive)])
 def test_kills_change_nothing(make_job, kills):
     calm = make_job("calm", f"steps={STEPS}")
     calm.start()

@@ -23,6 +23,9 @@ WORDS = [
 PAGED = ["attention=paged", "pagedattn_num_pages=9", "pagedattn_tokens_per_page=16"]
 
 
+@pytest.mark.representative(
+    "few blocks",
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("overrides", [[], PAGED], ids=["contiguous", "few blocks"])
 def test_as_on_a_gpu(monkeypatch, overrides):

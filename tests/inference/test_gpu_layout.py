@@ -130,6 +130,12 @@ def check_greedy(prompts, keys):
     assert np.all(expected.max(axis=-1) - chosen <= 0.02 * np.abs(expected).max())
 
 
+@pytest.mark.representative(
+    "llama",
+    "post-norms",
+    "one branch, biases",
+    "float32",
+)
 @pytest.mark.parametrize(("keys", "expected"), FAMILIES.values(), ids=list(FAMILIES))
 def test_single_row(kernels, keys, expected):
     check_greedy(np.random.default_rng(0).integers(0, 64, (1, 9)), keys)

@@ -86,6 +86,9 @@ def serve(engine, requests, random):
     return list(tokens.values())
 
 
+@pytest.mark.representative(
+    "float32",
+)
 @pytest.mark.parametrize("quantized", [False, True], ids=["float32", "int8"])
 def test_tokens_do_not_depend_on_the_batch(quantized):
     overrides = [*POOL, *(INT8 if quantized else [])]

@@ -125,6 +125,14 @@ def marks(name):
     return () if name in QUICK else pytest.mark.slow
 
 
+@pytest.mark.representative(
+    "llama",
+    "experts",
+    "post-norms, gelu, bfloat16 head",
+    "dimensions without tiles",
+    "one branch, soft-capped logits",
+    "fused weights",
+)
 @pytest.mark.parametrize(
     ("overrides", "kernels"),
     [pytest.param(*case, id=name, marks=marks(name)) for name, case in FAMILIES.items()],

@@ -204,6 +204,10 @@ def test_magnitudes_start_at_the_norms_of_the_weights():
         np.testing.assert_allclose(key["lora_magnitude"], norms, rtol=1e-5)
 
 
+@pytest.mark.representative(
+    "nf4-True",
+    "int8-True",
+)
 @pytest.mark.parametrize(
     ("dtype", "scan"), [("nf4", True), ("nf4", False), ("int4", True), ("int8", True)]
 )

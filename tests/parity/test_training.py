@@ -52,6 +52,15 @@ def write_hf_gradients(example, folder):
     model.save_pretrained(folder)
 
 
+@pytest.mark.representative(
+    "qwen3-next one to one",
+    "gpt-oss",
+    "deepseek3",
+    "gemma2 tight caps",
+    "mixtral sliding",
+    "llama tied with biases",
+    "gpt2",
+)
 @pytest.mark.parametrize("name", zoo.parameters(sorted(CASES), FAST))
 def test_gradients(name, specimen, model, tmp_path):
     example, llm = specimen(name), model(name)

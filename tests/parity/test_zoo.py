@@ -87,6 +87,23 @@ def test_unrolled_from_a_native_folder(name, specimen, model, tmp_path):
     assert zoo.distance(unrolled.logits(example.ids), example.logits) < example.tolerance
 
 
+@pytest.mark.representative(
+    "deepseek3.2",
+    "deepseek3",
+    "qwen3-next one to one",
+    "gpt-oss",
+    "qwen3.5 experts",
+    "llama4 scaled",
+    "gemma4 shared experts",
+    "cohere2",
+    "mixtral sliding",
+    "gemma3 stretched",
+    "olmo3 yarn",
+    "phi3 long",
+    "qwen3",
+    "llama",
+    "gpt2",
+)
 @pytest.mark.parametrize("name", zoo.parameters(zoo.ONE_EACH, {"llama", "gemma2"}))
 def test_greedy(name, specimen, model, tmp_path):
     """Prompts of two lengths, both longer than windows and chunks. Their pieces have one shape: few

@@ -23,7 +23,7 @@ from maxtext.models.configuration import load
 from maxtext.models.transformer import initial_weights
 from maxtext.optimizers import learning_rate_schedule
 from maxtext.sharding import use_rules
-from maxtext.trainers import pretrain
+from maxtext.trainers import train
 from maxtext.trainers.model_losses import language_model_losses
 from maxtext.trainers.run_context import RunContext
 from maxtext.trainers.step import make_eval_step, make_train_step
@@ -335,7 +335,7 @@ def run_training(configure, light_compiler, tmp_path_factory):
         one_stream = ("data_streams=1",) if batches is not None else ()
         result = Run(configure(*paths, *one_stream, *with_defaults(overrides, CONSTANT_RATE)))
 
-        class Watched(pretrain.Loop):
+        class Watched(train.Loop):
             def __init__(self, *arguments, **more):
                 super().__init__(*arguments, **more)
                 result.loop, inner = self, self.train_step
@@ -350,9 +350,9 @@ def run_training(configure, light_compiler, tmp_path_factory):
                 self.train_step = step
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(pretrain, "Loop", Watched)
+            patch.setattr(train, "Loop", Watched)
             if not plot:
-                patch.setattr(pretrain, "save_loss_png", lambda *_, **__: None)
+                patch.setattr(train, "save_loss_png", lambda *_, **__: None)
             if batches is not None:
                 patch.setattr(
                     loader,
@@ -360,7 +360,7 @@ def run_training(configure, light_compiler, tmp_path_factory):
                     lambda config, split: lambda share: Scripted(batches),
                 )
             try:
-                result.result = pretrain.train(result.config)
+                result.result = train.train(result.config)
             except UserError as error:
                 result.error = error
         result.records = (

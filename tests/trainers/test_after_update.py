@@ -96,7 +96,7 @@ def uneven(bias):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("microbatches", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
 def test_router_biases_follow_the_expert_load_and_nothing_else(
     make_bench, packed, quickly, microbatches
 ):

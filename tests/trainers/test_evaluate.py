@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from maxtext.common.errors import ConfigError
-from maxtext.trainers import pretrain
+from maxtext.trainers import train
 
 torch = pytest.importorskip("torch")
 
@@ -129,9 +129,9 @@ def test_eval_interval_needs_evaluation_data(configure, text):
     with pytest.raises(
         ConfigError, match="eval_interval=2 needs evaluation data: set grain_eval_files"
     ):
-        pretrain.train(configure(*without, "eval_interval=2"))
+        train.train(configure(*without, "eval_interval=2"))
 
 
 def test_endless_evaluation_data_needs_eval_steps(configure):
     with pytest.raises(ConfigError, match="set eval_steps"):
-        pretrain.train(configure("eval_interval=2"))
+        train.train(configure("eval_interval=2"))

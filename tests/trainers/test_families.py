@@ -83,6 +83,14 @@ def marks(block):
     return () if block in QUICK else pytest.mark.slow
 
 
+@pytest.mark.representative(
+    "qwen3_next",
+    "gpt_oss",
+    "deepseek",
+    "gemma2",
+    "gpt3",
+    "llama2",
+)
 @pytest.mark.parametrize("block", [pytest.param(name, marks=marks(name)) for name in FAMILIES])
 def test_scanned_and_unrolled_layers_give_the_same_step(make_bench, packed, block):
     overrides = (f"decoder_block={block}", *FAMILIES[block], *SGD)

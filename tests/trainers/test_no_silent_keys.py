@@ -292,6 +292,26 @@ def unsuggested():
         yield
 
 
+@pytest.mark.representative(
+    "gemma4 experts",
+    "deepseek",
+    "deepseek that picks",
+    "qwen3_next",
+    "llama4 without positions",
+    "gpt_oss",
+    "add-ons",
+    "custom experts",
+    "default",
+    "gpt3",
+    "mistral window",
+    "norms",
+    "yarn",
+    "simple",
+    "moba",
+    "chunks",
+    "llama3.1",
+    "learned positions",
+)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",

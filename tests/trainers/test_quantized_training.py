@@ -79,7 +79,7 @@ def test_converges_like_bfloat16(in_bfloat16, quantization):
     assert trained(f"quantization={quantization}") == pytest.approx(in_bfloat16, rel=0.01)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_experts_converge_like_bfloat16():
     assert trained(*EXPERTS, "quantization=fp8") == pytest.approx(trained(*EXPERTS), rel=0.01)
 

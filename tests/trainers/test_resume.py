@@ -17,7 +17,7 @@ from maxtext.checkpoint.open import open_checkpoint
 from maxtext.checkpoint.saved_step import SavedStep
 from maxtext.checkpoint.steps import all_steps
 from maxtext.common.errors import ConfigError, UserError
-from maxtext.trainers import pretrain, restore
+from maxtext.trainers import restore, train
 from maxtext.trainers.hooks import TrainingFailed
 from maxtext.trainers.loop import Hook
 
@@ -38,7 +38,7 @@ def go(configure, light_compiler, tmp_path, monkeypatch):
     """Train under a name in one folder; the same name resumes the same run. No loss.png is drawn,
     which takes a third of the time of a short run.
     """
-    monkeypatch.setattr(pretrain, "save_loss_png", lambda *_, **__: None)
+    monkeypatch.setattr(train, "save_loss_png", lambda *_, **__: None)
 
     def run(name, *overrides):
         given = {override.partition("=")[0] for override in overrides}
@@ -52,7 +52,7 @@ def go(configure, light_compiler, tmp_path, monkeypatch):
             f"run_name={name}",
             f"metrics_file={tmp_path}/{name}.jsonl",
         )
-        return pretrain.train(configure(*rest, *overrides, *paths))
+        return train.train(configure(*rest, *overrides, *paths))
 
     run.folder = tmp_path
     run.checkpoints = lambda name: tmp_path / name / "checkpoints"
@@ -338,11 +338,11 @@ class Stop(Hook):
 @pytest.fixture
 def stop_at(monkeypatch):
     """SIGTERM after a step."""
-    loop = pretrain.Loop
+    loop = train.Loop
 
     def at(step):
         monkeypatch.setattr(
-            pretrain,
+            train,
             "Loop",
             lambda *args, hooks, **options: loop(*args, hooks=[*hooks, Stop(step)], **options),
         )

@@ -270,7 +270,7 @@ class ModelModules:
         """Those of all linear layers. Raises UserError if the family has no HF architecture."""
         shapes = {name: info.shape for name, info in self.param_infos.items()}
         mapping = hf_registry.mapping_for(self.config)
-        found = []
+        rules = []
         for rule in hf_registry.rules(mapping, self.config):
             for layer in rule.layers(shapes):
                 bound = rule.bind(shapes, layer)
@@ -280,8 +280,8 @@ class ModelModules:
                 if all(path in self.linears for path in native):
                     hf = tuple(name.removesuffix(peft.SAVED) for name in bound.hf_names)
                     linears = {path: self.linears[path] for path in native}
-                    found.append(ModuleRule(rule, layer, hf, native, linears))
-        return found
+                    rules.append(ModuleRule(rule, layer, hf, native, linears))
+        return rules
 
     @cached_property
     def by_hf(self) -> dict[str, ModuleRule]:
@@ -307,13 +307,13 @@ class ModelModules:
         vocab_size, embed_dim = shapes[EMBEDDING]
         shapes.setdefault(HEAD_WEIGHT, (embed_dim, vocab_size))
         mapping = hf_registry.mapping_for(self.config)
-        found: dict[str, BoundRule] = {}
+        rules: dict[str, BoundRule] = {}
         for rule in hf_registry.rules(mapping, self.config):
             if rule.native in (EMBEDDING, HEAD_WEIGHT):
                 bound = rule.bind(shapes)
                 if bound is not None:
-                    found.setdefault(bound.hf_names[0].removesuffix(peft.SAVED), bound)
-        return found
+                    rules.setdefault(bound.hf_names[0].removesuffix(peft.SAVED), bound)
+        return rules
 
     def resolve_hf(self, selected: Iterable[str]) -> dict[str, ModuleRule]:
         """The native layers of HF modules, which are all known."""

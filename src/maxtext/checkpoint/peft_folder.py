@@ -327,11 +327,11 @@ def adapter_folders(path: str | os.PathLike) -> dict[str, Path]:
     folder = local_path(path)
     if is_adapter_folder(folder):
         return {folder.name: folder}
-    found = {
+    folders = {
         child.name: child
         for child in sorted(folder.iterdir() if folder.is_dir() else [])
         if child.is_dir() and is_adapter_folder(child)
     }
-    if not found:
+    if not folders:
         raise ConfigError(f"{path} is neither a PEFT adapter nor a folder of them")
-    return found
+    return folders

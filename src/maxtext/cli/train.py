@@ -57,7 +57,7 @@ def run(args: list[str]) -> int:
     configure_jax(config)
     processes.preallocate_gpu_memory()
     from maxtext.trainers import sample
-    from maxtext.trainers.pretrain import train
+    from maxtext.trainers.train import train
 
     has_prompt = config.prompt != base_values().prompt
     if has_prompt:

@@ -80,8 +80,8 @@ class AdapterSlots:
         return self.loaded[name]
 
     def ids(self, names: Sequence[str | None]) -> np.ndarray:
-        found = [self.find(name) for name in names]
-        return np.array([0 if item is None else item.slot for item in found], np.int32)
+        loaded = [self.find(name) for name in names]
+        return np.array([0 if item is None else item.slot for item in loaded], np.int32)
 
     @property
     def spec(self) -> AdapterSpec:

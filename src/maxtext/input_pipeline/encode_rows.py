@@ -263,10 +263,10 @@ class PairEncoder(TextEncoder):
         remarks = []
         if isinstance(row, PreferenceChats) and has_late_system([*row.prompt, *row.chosen]):
             remarks.append(Remark.SYSTEM_NOT_FIRST)
-        kept = self.prompt_length(len(prompt), max(len(chosen), len(rejected)))
-        if kept < len(prompt):
+        length = self.prompt_length(len(prompt), max(len(chosen), len(rejected)))
+        if length < len(prompt):
             remarks.append(Remark.PROMPT_TRUNCATED)
-            prompt = prompt[len(prompt) - kept :]
+            prompt = prompt[len(prompt) - length :]
         if not prompt and min(len(chosen), len(rejected)) < 2:  # nothing to predict it from
             remarks = [Remark.NOT_LEARNED]
         most = self.length + 1 - len(prompt)

@@ -49,7 +49,7 @@ class PairLogps:
 
 @dataclass(frozen=True)
 class Preference:
-    """`loss_type`: dpo_loss_type."""
+    """The loss of dpo_loss_type over pairs of completions."""
 
     config: MaxTextConfig
     template: Template

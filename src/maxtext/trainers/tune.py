@@ -29,7 +29,7 @@ from maxtext.tokenizers import Tokenizer
 from maxtext.tokenizers.load import open_tokenizer
 from maxtext.trainers.export import trained_llm
 from maxtext.trainers.loop import Hook, Loop
-from maxtext.trainers.pretrain import Result, run_folder, train
+from maxtext.trainers.train import Result, run_folder, train
 
 PARQUET, JSONL = ".parquet", (".jsonl", ".json")
 

@@ -1,5 +1,5 @@
-"""Pre-training: from a configuration to a trained state, with metrics, checkpoints and a
-summary."""
+"""Training, by any method: from a configuration to a trained state, with metrics, checkpoints and
+a summary. What is minimized is the run's objective (method.py)."""
 
 import contextlib
 import json
