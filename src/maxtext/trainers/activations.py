@@ -17,13 +17,14 @@ import jax.numpy as jnp
 from maxtext.configs.remat import OFFLOADED, SAVED_ON_DEVICE
 from maxtext.configs.types import MaxTextConfig
 from maxtext.input_pipeline import batch_fields
+from maxtext.layers.lora import join_trees
 from maxtext.sharding import AxisRules, use_rules
 from maxtext.sharding.memory import ActivationSharding, MemoryBytes, single_device_rules
 from maxtext.trainers.model_losses import layer_inputs
 from maxtext.trainers.preference import interleave_pairs
 from maxtext.trainers.run_context import RunContext
 from maxtext.trainers.step import TrainState, uses_dropout
-from maxtext.trainers.trainable import merge, select
+from maxtext.trainers.trainable import select
 
 ALIASES = ("minimal_flash",)
 ROWS = 1009  # a prime: a dimension that is a multiple of it comes from the batch
@@ -137,7 +138,7 @@ def trace(config: MaxTextConfig, device: AxisRules, without_head: bool = False) 
     def forward_backward(state: TrainState, batch: dict[str, jax.Array]) -> Any:
         frozen = select(state.weights, context.trained, keep=False)
         value, backward = jax.vjp(
-            lambda trained: loss(merge(trained, frozen), state.reference, batch),
+            lambda trained: loss(join_trees(trained, frozen), state.reference, batch),
             select(state.weights, context.trained),
         )
         return backward, backward(jax.tree.map(jnp.ones_like, value))

@@ -14,6 +14,7 @@ from maxtext.checkpoint.quantized import load_base
 from maxtext.configs.types import MaxTextConfig
 from maxtext.layers.lora import init_magnitudes, join_trees, split_adapter
 from maxtext.layers.parameters import Template
+from maxtext.layers.quantized import quantize_weights
 from maxtext.models.transformer import build_context, initial_weights, make_template
 from maxtext.sharding import AxisRules, use_rules
 from maxtext.trainers.adapters import run_adapters
@@ -32,7 +33,17 @@ def adapted_weights(context: RunContext, checkpoint: Checkpoint | None) -> Any:
     with use_rules(context.rules):
         if checkpoint is None:
             shardings = split_adapter(context.shardings.weights)[0]
-            base = jax.jit(lambda: initial_weights(config, loop=True), out_shardings=shardings)()
+
+            def random_base() -> Any:
+                return quantize_weights(
+                    template,
+                    initial_weights(config, loop=True),
+                    config.lora_weight_qtype,
+                    config.lora_tile_size,
+                    head=False,
+                )
+
+            base = jax.jit(random_base, out_shardings=shardings)()
         else:
             param_infos = model_param_infos(template, config)
             base = load_base(

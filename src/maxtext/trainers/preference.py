@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from maxtext.configs.types import MaxTextConfig
 from maxtext.input_pipeline import FIELDS
+from maxtext.layers.lora import join_trees
 from maxtext.layers.parameters import Template
 from maxtext.trainers.losses import preference as preference_losses
 from maxtext.trainers.model_losses import (
@@ -29,7 +30,7 @@ from maxtext.trainers.model_losses import (
     training_inputs,
 )
 from maxtext.trainers.objective import Sums
-from maxtext.trainers.trainable import has_adapters, merge, optimized_mask, select
+from maxtext.trainers.trainable import has_adapters, optimized_mask, select
 
 REFERENCE_LOGPS = ("reference_chosen_logps", "reference_rejected_logps")  # [P], computed before
 ROW_AXES = ("activation_embed_and_logits_batch",)
@@ -194,7 +195,7 @@ class Preference:
             trained = optimized_mask(self.config, self.template)
             base = select(weights, trained, keep=False)
             template = self.template if reference else self.base_template
-            frozen = merge(reference, base)
+            frozen = join_trees(reference, base)
         pairs = self.pair_logps(template, jax.lax.stop_gradient(frozen), batch, None)
         return jax.lax.stop_gradient((pairs.chosen, pairs.rejected))
 

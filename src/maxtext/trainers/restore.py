@@ -37,6 +37,7 @@ from maxtext.common.errors import ConfigError, UserError
 from maxtext.common.log import LOGGER
 from maxtext.configs.types import MaxTextConfig
 from maxtext.input_pipeline import BatchIterator, merge_states
+from maxtext.layers.lora import join_trees
 from maxtext.sharding import use_rules
 from maxtext.trainers.init_state import (
     apply_conversion,
@@ -48,7 +49,7 @@ from maxtext.trainers.init_state import (
 from maxtext.trainers.run_context import RunContext
 from maxtext.trainers.shardings import with_shardings
 from maxtext.trainers.step import TrainState
-from maxtext.trainers.trainable import checksum, has_adapters, merge, select
+from maxtext.trainers.trainable import checksum, has_adapters, select
 
 LAYOUT_KEYS = ("scan_layers", "param_scan_axis", "inhomogeneous_layer_cycle_interval")
 MAX_SHOWN = 5  # problems that an error lists
@@ -235,7 +236,7 @@ def state_and_key(context: RunContext, tree: dict[str, Any]) -> tuple[TrainState
     base of this run."""
     weights = tree[WEIGHTS]
     if has_adapters(context.config):
-        weights = merge(select(initial_weights(context), context.trained, keep=False), weights)
+        weights = join_trees(select(initial_weights(context), context.trained, keep=False), weights)
     replicated = context.shardings.replicated
     wrap_key = jax.jit(jax.random.wrap_key_data, out_shardings=replicated)
     zero = jax.jit(lambda: jnp.zeros((), jnp.int32), out_shardings=replicated)()

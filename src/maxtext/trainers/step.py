@@ -17,6 +17,7 @@ import optax
 
 from maxtext.configs.types import MaxTextConfig
 from maxtext.layers import aux_names
+from maxtext.layers.lora import join_trees
 from maxtext.optimizers import clip_by_global_norm, global_norm
 from maxtext.sharding.explicit import auto_sharded, auto_sharded_like_first, zeros_like
 from maxtext.sharding.state import to_device
@@ -26,7 +27,6 @@ from maxtext.trainers.objective import Objective
 from maxtext.trainers.trainable import (
     has_adapters,
     in_indexers,
-    merge,
     optimized_mask,
     select,
     trains_only_indexers,
@@ -111,7 +111,7 @@ def make_train_step(
         )
         # Weight decay would change weights without a gradient.
         trained_weights = optax.apply_updates(trained_weights, zero_unless_trained(config, updates))
-        weights = merge(trained_weights, select(state.weights, trained, keep=False))
+        weights = join_trees(trained_weights, select(state.weights, trained, keep=False))
         if not (trains_only_indexers(config) or has_adapters(config)):
             weights = auto_sharded_like_first(
                 lambda weights, aux: after_update(config, weights, aux), weights, report.layer_aux
@@ -156,7 +156,7 @@ def compute_gradients(
     def loss(
         trained_weights: Any, microbatch: Batch, key: jax.Array | None
     ) -> tuple[jax.Array, LossReport]:
-        weights = merge(trained_weights, frozen_weights)
+        weights = join_trees(trained_weights, frozen_weights)
         losses = objective.losses(weights, state.reference, microbatch, key, state.step)
         means = {name: value / counts[name] for name, value in losses.sums.items()}
         means |= {name: value / microbatches for name, value in losses.aux_losses.items()}

@@ -71,11 +71,3 @@ def select(tree: Any, mask: Any, keep: bool = True) -> Any:
         elif subtree := select(tree[name], branch, keep):
             selected[name] = subtree
     return selected
-
-
-def merge(tree: Any, other: Any) -> Any:
-    """The union of two subtrees of the same tree."""
-    merged = dict(tree)
-    for name, branch in other.items():
-        merged[name] = merge(merged[name], branch) if name in merged else branch
-    return merged
