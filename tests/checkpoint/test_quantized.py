@@ -385,13 +385,13 @@ def test_fp8_values(shape, kind):
         "x.weight": TensorInfo(np.dtype(ml_dtypes.bfloat16), shape),
         "norm": TensorInfo(norm.dtype, (3,)),
     }
-    found = dict(source)
-    assert found["norm"] is norm
+    tensors = dict(source)
+    assert tensors["norm"] is norm
     codes = torch.from_numpy(codes8(*shape).view(np.uint8)).view(torch.float8_e4m3fn)
     expected = from_fp8(codes, torch.from_numpy(scales.astype(np.float32)))
     known = ~torch.isnan(expected).numpy()
-    assert (np.isnan(found["x.weight"].astype(np.float32)) == ~known).all()
-    assert (bits(found["x.weight"])[known] == expected.view(torch.uint16).numpy()[known]).all()
+    assert (np.isnan(tensors["x.weight"].astype(np.float32)) == ~known).all()
+    assert (bits(tensors["x.weight"])[known] == expected.view(torch.uint16).numpy()[known]).all()
 
 
 def test_mxfp4_values():

@@ -32,7 +32,7 @@ def test_the_published_values_are_of_known_models():
     assert set(FACTS) <= set(NAMES)
 
 
-@pytest.mark.skipif(not FACTS, reason="the published facts are not beside this checkout")
+@pytest.mark.skipif(not FACTS, reason="the published values are not next to this checkout")
 @pytest.mark.parametrize("name", sorted(FACTS))
 def test_model_has_the_published_values(name):
     facts = FACTS[FACTS[name].get("same_as", name)]

@@ -37,8 +37,8 @@ def test_selects_the_modules_that_peft_selects(options):
     config = LoraConfig.from_json(SETTINGS | options, "adapter_config.json")
     expected = []
     for module in MODULES:
-        found = check_target_module_exists(reference, module)
-        if found and type(found).__name__ != "_ExcludedModule":
+        match = check_target_module_exists(reference, module)
+        if match and type(match).__name__ != "_ExcludedModule":
             expected.append(module)
     assert [module for module in MODULES if config.selects(module)] == expected
 

@@ -1,4 +1,4 @@
-"""Adapters of PEFT beside their base: logits, tokens, many in one batch, loading and merging."""
+"""Adapters of PEFT with their base: logits, tokens, many in one batch, loading and merging."""
 
 import copy
 import json

@@ -315,7 +315,7 @@ def to_peft(
 
 
 def scales_to_alpha(spec: AdapterSpec, scale: float, rank: int, present: Sequence[str]) -> float:
-    """The alpha that gives a scale at a rank; the target's own, if its rank is kept."""
+    """The alpha that gives a scale at a rank; the target's own, if its rank is unchanged."""
     target = spec.by_path[present[0]]
     if target.rank == rank:
         return target.alpha

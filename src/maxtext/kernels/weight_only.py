@@ -14,7 +14,7 @@ share a scale, and the matmul takes a weight that is dequantized on use. Four-bi
 JAX's int4 and uint4, which some devices store in a byte each; a packed weight has two in a byte.
 
 Quantized weights have no gradient. The gradient of x dequantizes the weight again, so that no
-dequantized weight is kept from the forward to the backward pass.
+dequantized weight is saved from the forward to the backward pass.
 """
 
 import math

@@ -3,7 +3,7 @@
 An adapter adds scale · B(A x) to the output of a linear layer, scale = alpha / rank, or alpha /
 sqrt(rank) with rslora. `AdapterSpec` lists the layers by the native path of their weights, as
 "layers/3/attention/query". A model that is built with one (`BuildContext.adapters`) has the
-parameters `lora_a`, `lora_b` and, with DoRA, `lora_magnitude` beside these weights; all others are
+parameters `lora_a`, `lora_b` and, with DoRA, `lora_magnitude` next to these weights; all others are
 frozen.
 
 Layers of a stack share one module, so those that lack an adapter, or have one of a lower rank, are
@@ -52,7 +52,7 @@ class LayerAdapter:
 class AdapterSpec:
     """The adapters of a model.
 
-    `saved` are modules (head, embedder) that are trained in full beside the adapters, PEFT's
+    `saved` are modules (head, embedder) that are trained in full together with adapters, PEFT's
     modules_to_save. With `slots`, the model serves that many adapters at a time: its parameters
     have a leading dimension, and each sequence has the index of its adapter, counted from 1.
     """

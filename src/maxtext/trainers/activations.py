@@ -21,7 +21,6 @@ from maxtext.layers.lora import join_trees
 from maxtext.sharding import AxisRules, use_rules
 from maxtext.sharding.memory import ActivationSharding, MemoryBytes, single_device_rules
 from maxtext.trainers.model_losses import layer_inputs
-from maxtext.trainers.preference import interleave_pairs
 from maxtext.trainers.run_context import RunContext
 from maxtext.trainers.step import TrainState, uses_dropout
 from maxtext.trainers.trainable import select
@@ -129,7 +128,7 @@ def trace(config: MaxTextConfig, device: AxisRules, without_head: bool = False) 
 
     def loss(weights: Any, reference: Any, batch: dict[str, jax.Array]) -> Any:
         if without_head:
-            rows = interleave_pairs(batch) if config.use_dpo else batch
+            rows = objective.model_rows(batch)
             model = objective.template.bind(weights)
             return model.run(rows["inputs"], layer_inputs(config, rows, key))[0]
         losses = objective.losses(weights, reference, batch, key, jnp.int32(0))

@@ -5,6 +5,9 @@ from maxtext.checkpoint.peft_folder import read_adapter
 from maxtext.common.errors import ConfigError
 from maxtext.configs.types import MaxTextConfig
 from maxtext.layers.adapters import AdapterSpec
+from maxtext.layers.parameters import Template
+from maxtext.models.transformer import build_context, make_template
+from maxtext.sharding import AxisRules
 
 
 def run_adapters(config: MaxTextConfig) -> AdapterSpec | None:
@@ -27,3 +30,9 @@ def run_adapters(config: MaxTextConfig) -> AdapterSpec | None:
                 f"has {', '.join(map(str, sorted(values)))}: leave the key out"
             )
     return spec
+
+
+def base_template(config: MaxTextConfig, rules: AxisRules) -> Template:
+    """The model without adapters."""
+    quantized = config.lora_weight_qtype is not None
+    return make_template(config, build_context(config, rules, quantized_weights=quantized))

@@ -11,20 +11,12 @@ from maxtext.checkpoint.adapters import Adapter
 from maxtext.checkpoint.open import Checkpoint, model_param_infos
 from maxtext.checkpoint.peft_folder import read_adapter
 from maxtext.checkpoint.quantized import load_base
-from maxtext.configs.types import MaxTextConfig
 from maxtext.layers.lora import init_magnitudes, join_trees, split_adapter
-from maxtext.layers.parameters import Template
 from maxtext.layers.quantized import quantize_weights
-from maxtext.models.transformer import build_context, initial_weights, make_template
-from maxtext.sharding import AxisRules, use_rules
-from maxtext.trainers.adapters import run_adapters
+from maxtext.models.transformer import build_context, initial_weights
+from maxtext.sharding import use_rules
+from maxtext.trainers.adapters import base_template
 from maxtext.trainers.run_context import RunContext
-
-
-def base_template(config: MaxTextConfig, rules: AxisRules) -> Template:
-    """The model without adapters."""
-    quantized = config.lora_weight_qtype is not None
-    return make_template(config, build_context(config, rules, quantized_weights=quantized))
 
 
 def adapted_weights(context: RunContext, checkpoint: Checkpoint | None) -> Any:
@@ -64,7 +56,7 @@ def initial_adapter(context: RunContext, base: Any) -> Any:
     if config.lora_restore_path:
         adapter = read_adapter(config.lora_restore_path, config)
         return jax.device_put(adapter.tree(template, config), shardings)
-    build = build_context(config, adapters=run_adapters(config))
+    build = build_context(config, adapters=context.adapters)
 
     def fresh(base: Any) -> Any:
         adapter = split_adapter(initial_weights(config, loop=True, context=build))[1]
@@ -75,6 +67,5 @@ def initial_adapter(context: RunContext, base: Any) -> Any:
 
 def trained_adapter(context: RunContext, weights: Any) -> Adapter:
     """The adapter of a run, on the host."""
-    spec = run_adapters(context.config)
-    assert spec is not None
-    return Adapter.from_tree(spec, weights, context.template, context.config)
+    assert context.adapters is not None
+    return Adapter.from_tree(context.adapters, weights, context.template, context.config)

@@ -6,6 +6,7 @@ from maxtext.layers.adapters import AdapterSpec
 from maxtext.layers.parameters import Template
 from maxtext.models.transformer import build_context, make_template
 from maxtext.sharding import AxisRules
+from maxtext.trainers.adapters import base_template
 from maxtext.trainers.distill_features import check_features
 from maxtext.trainers.distillation import Distillation
 from maxtext.trainers.objective import LanguageModel, Objective
@@ -20,11 +21,10 @@ def make_objective(
 ) -> Objective:
     """`adapters`: those that are trained, over a frozen base."""
     quantized = config.lora_weight_qtype is not None
-    base = build_context(config, rules, quantized_weights=quantized)
     context = build_context(config, rules, quantized_weights=quantized, adapters=adapters)
     template = make_template(config, context)
     if config.use_dpo:
-        return Preference(config, template, base_template=make_template(config, base))
+        return Preference(config, template, base_template=base_template(config, rules))
     if config.teacher_overrides:
         return make_distillation(config, template, rules)
     if config.offline_data_dir:

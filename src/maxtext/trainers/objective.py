@@ -56,6 +56,9 @@ class Objective(Protocol):
     def evaluation_metrics(self, sums: dict[str, float]) -> dict[str, float]:
         """`loss` and other metrics from the sums of `evaluate` over all batches."""
 
+    def model_rows(self, batch: Batch) -> Batch:
+        """The rows of a batch that the model reads, with the fields of FIELDS."""
+
     def num_tokens(self, batch: Batch) -> jax.Array:
         """The tokens of a batch, for throughput."""
 
@@ -65,7 +68,7 @@ class Objective(Protocol):
 
     @property
     def row_fields(self) -> tuple[str, ...]:
-        """Fields of a batch that are float32 [rows], beside those of `batch_fields`."""
+        """Fields of a batch that are float32 [rows], in addition to those of `batch_fields`."""
 
     @property
     def abstract_reference(self) -> Any:
@@ -80,7 +83,7 @@ class Objective(Protocol):
         `initial_weights` returns the weights of the trained model before the first step."""
 
     def start_weights(self, weights: Any, reference: Any) -> Any:
-        """The weights of step 0, made of those that were loaded; under jit."""
+        """The weights of step 0, from those that were loaded; under jit."""
 
     def constrain_weights(self, weights: Any) -> Any:
         """The weights after an update, with the equalities that the objective keeps."""
@@ -113,6 +116,9 @@ class LanguageModel:
         if "drafts" in sums:
             metrics["mtp_acceptance_rate"] = sums["accepted"] / max(sums["drafts"], 1.0)
         return metrics
+
+    def model_rows(self, batch: Batch) -> Batch:
+        return batch
 
     def num_tokens(self, batch: Batch) -> jax.Array:
         return jnp.sum(token_weights(batch))

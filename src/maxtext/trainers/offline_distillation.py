@@ -1,7 +1,7 @@
 """Distillation from logits that a teacher wrote earlier (offline_data_dir).
 
-Both sides of the KL are softmaxes over the K places that the teacher kept. Shapes: B batch,
-S sequence, K places of the vocabulary.
+Both sides of the KL are softmaxes over the top K tokens of the teacher. Shapes: B batch,
+S sequence, K tokens of the vocabulary.
 """
 
 from dataclasses import dataclass

@@ -202,7 +202,7 @@ class Preference:
     def pair_logps(
         self, template: Template, weights: Any, batch: Batch, key: jax.Array | None
     ) -> PairLogps:
-        rows = interleave_pairs(batch)
+        rows = self.model_rows(batch)
         model = bind_model(self.config, template, weights)
         x, layer_aux = model.run(rows["inputs"], training_inputs(self.config, rows, key))
         sums = run_head(self.config, template, weights, x, rows, row_logp_sums, ROW_AXES)
@@ -236,6 +236,14 @@ class Preference:
             metrics["loss"] += metrics["nll_loss"]
         return metrics
 
+    def model_rows(self, batch: Batch) -> Batch:
+        """2P rows: chosen, rejected, chosen, rejected …"""
+        rows = {}
+        for field in FIELDS:
+            pairs = jnp.stack([batch[f"chosen_{field}"], batch[f"rejected_{field}"]], axis=1)
+            rows[field] = pairs.reshape(-1, pairs.shape[-1])
+        return rows
+
     def num_tokens(self, batch: Batch) -> jax.Array:
         fields = (batch["chosen_inputs_segmentation"], batch["rejected_inputs_segmentation"])
         return jnp.sum(jnp.stack(fields) != 0).astype(jnp.float32)
@@ -244,15 +252,6 @@ class Preference:
 def pair_mask(batch: Batch) -> jax.Array:
     """[P]: 1 for a pair, 0 for a row of padding."""
     return jnp.any(batch["chosen_inputs_segmentation"] != 0, axis=1).astype(jnp.float32)
-
-
-def interleave_pairs(batch: Batch) -> Batch:
-    """The six fields of a batch of 2P rows: chosen, rejected, chosen, rejected …"""
-    rows = {}
-    for field in FIELDS:
-        pairs = jnp.stack([batch[f"chosen_{field}"], batch[f"rejected_{field}"]], axis=1)
-        rows[field] = pairs.reshape(-1, pairs.shape[-1])
-    return rows
 
 
 def row_logp_sums(

@@ -1,7 +1,8 @@
 """Log-probabilities of the reference, computed once before training (precompute_reference_logps).
 
-They are keyed by the token ids of a pair, so they do not depend on the order of the data, and are
-kept in the run's folder for a resumed run. The weights of the reference are not needed afterwards.
+They are keyed by the token ids of a pair, so they do not depend on the order of the data. A file in
+the run's folder stores them for a resumed run. The weights of the reference are not needed
+afterwards.
 """
 
 import hashlib
@@ -141,7 +142,7 @@ def compile_reference(context: RunContext, rows: int) -> Callable[[Any, Any], An
 
 
 def load_or_compute(context: RunContext, folder: str, weights: Any) -> ReferenceLogps:
-    """The reference of a run, whose weights at step 0 are these; kept in the run's folder."""
+    """The reference of a run, whose weights at step 0 are these; stored in its folder."""
     path, identity = Path(folder) / FILE, int(checksum(weights))
     known = ReferenceLogps.load(path, identity) if jax.process_count() == 1 else None
     if known is None:

@@ -12,6 +12,7 @@ import optax
 from maxtext.common.errors import ConfigError
 from maxtext.configs.types import MaxTextConfig
 from maxtext.input_pipeline import batch_fields
+from maxtext.layers.adapters import AdapterSpec
 from maxtext.layers.parameters import Template
 from maxtext.layers.quantized import abstract_quantized
 from maxtext.models.transformer import initial_weights
@@ -30,6 +31,7 @@ class RunContext:
     rules: AxisRules
     objective: Objective
     optimizer: optax.GradientTransformationExtraArgs
+    adapters: AdapterSpec | None = None  # that are trained, over a frozen base
 
     @classmethod
     def from_config(
@@ -42,12 +44,14 @@ class RunContext:
 
     @classmethod
     def from_rules(cls, config: MaxTextConfig, rules: AxisRules) -> "RunContext":
-        objective = make_objective(config, rules, run_adapters(config))
+        adapters = run_adapters(config)
+        objective = make_objective(config, rules, adapters)
         trained = optimized_mask(config, objective.template, warn=True)
         return cls(
             rules=rules,
             objective=objective,
             optimizer=build_optimizer(config, select(objective.template.axes, trained)),
+            adapters=adapters,
         )
 
     @property
@@ -69,13 +73,17 @@ class RunContext:
         return optimized_mask(self.config, self.template)
 
     @property
+    def weight_axes(self) -> Any:
+        """The logical axes of the weights."""
+        return self.axes_and_weights[0]
+
+    @property
     def abstract_weights(self) -> Any:
-        """Those of the template; a frozen base may be quantized (QLoRA)."""
-        return self.quantized[1]
+        return self.axes_and_weights[1]
 
     @cached_property
-    def quantized(self) -> tuple[Any, Any]:
-        """The logical axes of the weights, and abstract weights."""
+    def axes_and_weights(self) -> tuple[Any, Any]:
+        """Those of the template; the matrices of a frozen base may be quantized (QLoRA)."""
         qtype, group = self.config.lora_weight_qtype, self.config.lora_tile_size
         return abstract_quantized(self.template, qtype, group, head=False)
 
@@ -90,7 +98,7 @@ class RunContext:
             config=self.config,
             rules=self.rules,
             template=self.template,
-            weight_axes=self.quantized[0],
+            weight_axes=self.weight_axes,
             abstract_state=self.abstract_state,
             reference_axes=self.objective.reference_axes,
         )

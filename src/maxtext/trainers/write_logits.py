@@ -34,7 +34,7 @@ PART_TOKENS = 2**15  # at least; a part has whole batches
 def write_logits(
     config: MaxTextConfig, folder: Path, top_k: int, checkpoint: Checkpoint | None = None
 ) -> tuple[int, int]:
-    """Write `steps` batches, or all the data. Parts that exist are kept. Returns the numbers of
+    """Write `steps` batches, or all the data. Parts that exist are skipped. Returns the numbers of
     parts and of rows that were written. `checkpoint`: load_parameters_path, if it is open."""
     if not 1 <= top_k <= config.vocab_size:
         raise ConfigError(f"--top-k {top_k} is not between 1 and vocab_size={config.vocab_size}")
