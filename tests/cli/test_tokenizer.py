@@ -7,13 +7,13 @@ import tokenizers
 
 from maxtext.cli.main import main
 from maxtext.tokenizers import open_tokenizer
-from tests.tokenizers.tiny import CORPUS, write_bpe
+from tests.tokenizers.tiny import VARIED_CORPUS, write_bpe
 
 
 @pytest.fixture
 def text(tmp_path):
     (tmp_path / "data").mkdir()
-    for place, one in enumerate(CORPUS):
+    for place, one in enumerate(VARIED_CORPUS):
         (tmp_path / "data" / f"{place:02d}.txt").write_text(one)
     return tmp_path / "data"
 
@@ -30,7 +30,7 @@ def test_train_and_use(kind, out, opened, text, tmp_path, capsys):
     place = str(tmp_path / out)
     args = ["tokenizer", "train", "--kind", kind, "--vocab-size", "350", "--out", place]
     assert main([*args, f"{text}/*.txt"]) == 0
-    used = sum(map(len, CORPUS))
+    used = sum(map(len, VARIED_CORPUS))
     assert capsys.readouterr().out == f"wrote {place}: 350 tokens from {used:,} characters\n"
     tokenizer = open_tokenizer(place)
     assert (tokenizer.kind, tokenizer.vocab_size) == (opened, 350)
@@ -40,7 +40,7 @@ def test_train_and_use(kind, out, opened, text, tmp_path, capsys):
 
 
 def test_train_on_a_sample_of_records(text, tmp_path, capsys):
-    rows = [json.dumps({"id": place, "body": one}) for place, one in enumerate(CORPUS)]
+    rows = [json.dumps({"id": place, "body": one}) for place, one in enumerate(VARIED_CORPUS)]
     (tmp_path / "rows.jsonl").write_text("\n".join(rows))
     args = ["--column=body", "max_corpus_chars=2000", "vocab_size=300", f"--out={tmp_path}/made"]
     assert main(["tokenizer", "train", *args, str(tmp_path / "rows.jsonl")]) == 0

@@ -6,7 +6,7 @@ import pytest
 
 from maxtext.tokenizers import open_tokenizer
 from maxtext.tokenizers.train import sample_texts, train_bpe, train_sentencepiece
-from tests.tokenizers.tiny import CORPUS
+from tests.tokenizers.tiny import VARIED_CORPUS
 
 UNSEEN = "  Ωmega\tŽivot \n\n 12345 don't\r\n\0 ᚠ🧪 \u3000x "
 
@@ -17,8 +17,8 @@ def texts(documents, max_chars, column="text"):
 
 
 def test_uses_all_text_of_a_small_corpus():
-    documents = [{"text": text} for text in CORPUS]
-    assert texts(documents, 10**6) == CORPUS
+    documents = [{"text": text} for text in VARIED_CORPUS]
+    assert texts(documents, 10**6) == VARIED_CORPUS
 
 
 def test_samples_evenly():
@@ -42,9 +42,9 @@ def test_long_documents_do_not_crowd_out_short_ones():
 def test_training_is_deterministic_and_the_vocabulary_complete(kind, tmp_path):
     def train(name):
         if kind == "bpe":
-            return train_bpe(CORPUS, 350, tmp_path / name), tmp_path / name
+            return train_bpe(VARIED_CORPUS, 350, tmp_path / name), tmp_path / name
         path = tmp_path / f"{name}.model"
-        return train_sentencepiece(CORPUS, 350, path, kind.split()[-1]), path
+        return train_sentencepiece(VARIED_CORPUS, 350, path, kind.split()[-1]), path
 
     (size, first), (_, second) = train("a"), train("b")
     assert size == 350
@@ -58,7 +58,7 @@ def test_training_is_deterministic_and_the_vocabulary_complete(kind, tmp_path):
         350,
     )
     assert tokenizer.decode(tokenizer.encode(UNSEEN)) == UNSEEN
-    text = CORPUS[0]
+    text = VARIED_CORPUS[0]
     assert len(tokenizer.encode(text)) < 0.75 * len(text.encode()), "it compresses"
     assert tokenizer.encode_prompt("x")[0] == 1
 
@@ -66,7 +66,7 @@ def test_training_is_deterministic_and_the_vocabulary_complete(kind, tmp_path):
 @pytest.mark.slow
 def test_ids_equal_transformers_on_the_same_folder(tmp_path):
     transformers = pytest.importorskip("transformers")
-    train_bpe(CORPUS, 350, tmp_path)
+    train_bpe(VARIED_CORPUS, 350, tmp_path)
     hf_tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
     tokenizer = open_tokenizer(str(tmp_path))
     assert hf_tokenizer(UNSEEN)["input_ids"] == tokenizer.encode_prompt(UNSEEN)

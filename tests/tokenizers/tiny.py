@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+from itertools import product
 from pathlib import Path
 
 SENTENCE = (
@@ -13,6 +14,12 @@ CORPUS = [
     f"{SENTENCE.title()} {number}.\n\n\t{SENTENCE[::-1]}\n"
     f"Äpfel, Öl und Übermut; été; 日本語の本。 🙂 it's {number * 37}"
     for number in range(60)
+]
+# With enough different substrings for a unigram vocabulary of several hundred pieces.
+SYLLABLES = (["to", "re", "ku", "ma"], ["lin", "sta", "ve", "gor"], ["ing", "er", "ed", "ly"])
+WORDS = ["".join(word) for word in product(*SYLLABLES)]
+VARIED_CORPUS = [
+    f"{text} {' '.join(WORDS[number % 13 :: 7])}" for number, text in enumerate(CORPUS)
 ]
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] "
