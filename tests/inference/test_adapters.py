@@ -5,12 +5,14 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from maxtext import LLM
+from maxtext.checkpoint.open import open_checkpoint
 from maxtext.cli import convert, inspect
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.inference import GenerationRequest, SamplingParams
@@ -198,3 +200,19 @@ def test_eight_devices_give_the_logits_of_one(folder, folders, served, ids, tmp_
     for name in KINDS:
         logits = np.load(tmp_path / f"{name}.npy")
         np.testing.assert_allclose(logits, served.logits(ids[:2], name), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_merged_projections_give_the_logits_of_peft(folder, folders, references, ids):
+    """As on one GPU; `head` has no adapter on the gate, `plain` none on the keys."""
+    plain = LLM.load(folder, **SETTINGS)
+    context = replace(plain.context, platform="gpu", capability="9.0")
+    adapters = {name: folders / name for name in ("plain", "head")}
+    merged = LLM.from_config(plain.config, open_checkpoint(folder), None, context, adapters)
+    assert "merged QKV" in str(merged.model.implementations)
+    for name in ("plain", "", "head"):
+        expected = logits_of(references[name], ids)
+        np.testing.assert_allclose(merged.logits(ids, name), expected, rtol=1e-4, atol=1e-4)
+    merged.drop_adapter("plain")
+    expected = logits_of(references["head"], ids)
+    np.testing.assert_allclose(merged.logits(ids), expected, rtol=1e-4, atol=1e-4)

@@ -121,8 +121,8 @@ def test_each_row_has_the_adapter_of_its_index():
     for seed, layer in enumerate(single):
         fill(layer, seed)
     many = linear(replace(spec, slots=2))
-    many.lora_a.set_value(jnp.stack([layer.lora_a[...] for layer in single]))
-    many.lora_b.set_value(jnp.stack([2.0 * layer.lora_b[...] for layer in single]))
+    many.lora_a.set_value(jnp.concatenate([layer.lora_a[...] for layer in single], axis=1))
+    many.lora_b.set_value(jnp.concatenate([2.0 * layer.lora_b[...] for layer in single]))
     x = np.random.default_rng(1).standard_normal((3, 5, 6)).astype("float32")
     with use_adapter_inputs(AdapterInputs(ids=jnp.asarray([2, 0, 1]))):
         y = many(x)

@@ -7,15 +7,17 @@ full) needs a new build.
 """
 
 import itertools
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
+from flax import nnx
 
 from maxtext.checkpoint.adapter_modules import EMBEDDING, HEAD_WEIGHT, LinearShape, padded
-from maxtext.checkpoint.adapters import MAGNITUDE, Adapter, B, write_layer
+from maxtext.checkpoint.adapters import MAGNITUDE, ROUTED_EXPERTS, Adapter, B, write_layer
 from maxtext.checkpoint.merge_adapter import magnitude_factor, update
 from maxtext.checkpoint.open import model_param_infos
 from maxtext.checkpoint.tensors import TensorSource
@@ -23,7 +25,7 @@ from maxtext.checkpoint.weights import ParamPath
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.configs.types import MaxTextConfig
 from maxtext.layers.adapters import EMBEDDER, HEAD, AdapterSpec, AdapterTarget
-from maxtext.layers.lora import is_adapter, split_adapter
+from maxtext.layers.lora import MergedAdapter, is_adapter, split_adapter
 from maxtext.layers.parameters import Template, Tree
 from maxtext.layers.weight_layout import unflatten
 from maxtext.sharding import AxisRules
@@ -44,8 +46,10 @@ class LoadedAdapter:
 class AdapterSlots:
     """The adapters of a model by name, each in a slot."""
 
-    def __init__(self, slots: int):
+    def __init__(self, slots: int, dtype: str):
+        """`dtype`: of the model's computations, in which their factors are stored."""
         self.slots = slots
+        self.dtype = dtype
         self.loaded: dict[str, LoadedAdapter] = {}
 
     def add(self, name: str, adapter: Adapter) -> None:
@@ -86,14 +90,14 @@ class AdapterSlots:
     @property
     def spec(self) -> AdapterSpec:
         """What a model needs to serve these adapters."""
-        return serving_spec([item.adapter for item in self.loaded.values()], self.slots)
+        return serving_spec([item.adapter for item in self.loaded.values()], self.slots, self.dtype)
 
 
 def is_finite(array: np.ndarray) -> bool:
     return bool(np.isfinite(array.astype(np.float32)).all())
 
 
-def serving_spec(adapters: Iterable[Adapter], slots: int) -> AdapterSpec:
+def serving_spec(adapters: Iterable[Adapter], slots: int, dtype: str) -> AdapterSpec:
     """The union of the adapters' layers, each with its largest rank. A module that k adapters saved
     in full is listed k times."""
     adapters = list(adapters)
@@ -106,6 +110,7 @@ def serving_spec(adapters: Iterable[Adapter], slots: int) -> AdapterSpec:
         dora=any(adapter.spec.dora for adapter in adapters),
         saved=tuple(MODULES[name] for adapter in adapters for name in sorted(adapter.saved)),
         slots=slots,
+        dtype=dtype,
     )
 
 
@@ -120,7 +125,7 @@ def serves(spec: AdapterSpec | None, needed: AdapterSpec) -> bool:
 
 
 def serving_weights(
-    loaded: Mapping[str, LoadedAdapter],
+    slots: AdapterSlots,
     template: Template,
     config: MaxTextConfig,
     base: TensorSource,
@@ -131,18 +136,27 @@ def serving_weights(
     has the weights that DoRA's norms depend on."""
     infos = model_param_infos(template, config)
     leaves: dict[ParamPath, np.ndarray] = {}
-    adapters = list(loaded.values())
+    adapters = list(slots.loaded.values())
+    merged = {
+        path: variable.get_metadata()["merged"]
+        for path, variable in nnx.to_flat_state(template.state)
+        if "merged" in variable.get_metadata()
+    }
     for name, info in infos.items():
         if not is_adapter(info.path):
             continue
         path, _, kind = name.rpartition("/")
         if path in COPIES:
             layer = copies(adapters, COPIES[path], kind, info.shape, info.dtype)
+        elif info.path in merged:
+            layer = merged_factors(adapters, path, kind, merged[info.path])
         elif kind == "lora_factor":
             layer = dora_factors(adapters, path, info.shape, base, linears[path])
-        else:
+        elif ROUTED_EXPERTS in path:
             layer = stacked_factors(adapters, path, kind, info.shape)
-        write_layer(leaves, info, layer, infos)
+        else:
+            layer = joined_factors(adapters, path, kind, info.shape, slots.slots)
+        write_layer(leaves, info, layer.astype(info.dtype), infos)
     _, shardings = split_adapter(rules.shardings(template.axes, template.weights))
     return jax.device_put(unflatten(leaves), shardings)
 
@@ -150,7 +164,7 @@ def serving_weights(
 def stacked_factors(
     adapters: Sequence[LoadedAdapter], path: str, kind: str, shape: Sequence[int]
 ) -> np.ndarray:
-    """lora_a or lora_b [n, ...] of a layer; B includes the scale."""
+    """lora_a or lora_b of a layer for each slot, [n, ...]; B includes the scale."""
     stacked = np.zeros(shape, np.float32)
     for item in adapters:
         spec = item.adapter.spec
@@ -161,6 +175,45 @@ def stacked_factors(
             array = array * np.float32(spec.scale(spec.by_path[path]))
         stacked[item.slot - 1] = padded(array, tuple(shape[1:]), array.dtype)
     return stacked
+
+
+def joined_factors(
+    adapters: Sequence[LoadedAdapter], path: str, kind: str, shape: Sequence[int], slots: int
+) -> np.ndarray:
+    """lora_a [*inputs, n R] or lora_b [n R, *outputs] of a layer."""
+    if kind == B:
+        columns, *outputs = shape
+        stacked = stacked_factors(adapters, path, kind, (slots, columns // slots, *outputs))
+        return stacked.reshape(shape)
+    *inputs, columns = shape
+    stacked = stacked_factors(adapters, path, kind, (slots, *inputs, columns // slots))
+    return np.moveaxis(stacked, 0, -2).reshape(shape)
+
+
+def merged_factors(
+    adapters: Sequence[LoadedAdapter], path: str, kind: str, merged: MergedAdapter
+) -> np.ndarray:
+    """lora_a or lora_b of the projections that the module at `path` computes by one matmul."""
+    parent, slots, parts = path.rpartition("/")[0], merged.slots, []
+    for name, rank, out_shape in zip(merged.names, merged.ranks, merged.out_shapes, strict=True):
+        columns = slots * rank
+        if kind == B:
+            shape, matrix = (columns, *out_shape), (columns, math.prod(out_shape))
+        else:
+            shape, matrix = (*merged.in_shape, columns), (math.prod(merged.in_shape), columns)
+        joined = joined_factors(adapters, f"{parent}/{name}", kind, shape, slots)
+        parts.append(joined.reshape(matrix))
+    return block_diagonal(parts) if kind == B else np.concatenate(parts, axis=1)
+
+
+def block_diagonal(blocks: Sequence[np.ndarray]) -> np.ndarray:
+    """The matrices along the diagonal of one, which may have no rows."""
+    rows, columns = (sum(block.shape[axis] for block in blocks) for axis in (0, 1))
+    matrix, row, column = np.zeros((rows, columns), blocks[0].dtype), 0, 0
+    for block in blocks:
+        matrix[row : row + block.shape[0], column : column + block.shape[1]] = block
+        row, column = row + block.shape[0], column + block.shape[1]
+    return matrix
 
 
 def dora_factors(

@@ -88,7 +88,7 @@ class LLM(AdapterMethods):
         self.checkpoint = checkpoint
         self.rules = AxisRules.from_config(config, make_mesh(config))
         self.context = context or inference_context(config, self.rules)
-        self.adapters = AdapterSlots(config.max_adapters)
+        self.adapters = AdapterSlots(config.max_adapters, config.dtype.value)
         for name, adapter in (adapters or {}).items():
             self.adapters.add(name, adapter)
         self.model = self.build_model(weights)

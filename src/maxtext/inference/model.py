@@ -65,7 +65,7 @@ class InferenceModel:
             return weights
         base, _ = split_adapter(weights)
         served = serving_weights(
-            self.adapters.loaded,
+            self.adapters,
             self.programs.template,
             self.config,
             base=ModelWeights(base, param_infos),
@@ -96,6 +96,8 @@ class InferenceModel:
     @property
     def single_row_reason(self) -> str | None:
         """Why decode steps of a single row have no build of their own; None if they have."""
+        if self.context.adapters is not None:
+            return "has adapters"
         reason = merging_unsupported_reason(self.context)
         if reason is not None:
             return reason

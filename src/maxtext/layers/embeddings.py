@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxtext.layers.adapters import AdapterInputs, LayerAdapter, adapter_inputs
-from maxtext.layers.lora import LowRank, SavedCopies, adapter_param, align
+from maxtext.layers.lora import LowRank, SavedCopies, adapter_param, select_slots
 from maxtext.layers.parameters import Initializer
 from maxtext.sharding import constrain
 
@@ -74,6 +74,7 @@ class AdaptedEmbedding(LowRank, Embedding):
             in_shape=(vocab_size,),
             out_shape=(embed_dim,),
             axes=("vocab", "embed_vocab"),
+            dtype=adapter.spec.dtype,
         )
         if not adapter.slots:
             b = initializer.standard_normal("lora_b", (adapter.rank, embed_dim))
@@ -98,10 +99,9 @@ class AdaptedEmbedding(LowRank, Embedding):
         elif inputs.ids is None:
             return x
         else:
-            hidden = jnp.moveaxis(jnp.take(a, ids, axis=1), 0, -2)  # [B, S, n, R]
-            slots = jnp.arange(1, a.shape[0] + 1)[:, None]
-            selected = align(inputs.ids, ids.ndim)[..., None, None] == slots
-            update = jnp.tensordot(jnp.where(selected, hidden, 0), b, 2)
+            hidden = jnp.take(a, ids, axis=0)  # [B, S, n R]
+            slots, rank = self.adapter.slots, self.adapter.rank
+            update = select_slots(hidden, inputs.ids, slots, [rank]) @ b
         return (x.astype(a.dtype) + update).astype(x.dtype)
 
 

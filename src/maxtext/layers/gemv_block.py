@@ -112,6 +112,8 @@ def mlp_unsupported_reason(spec: LayerSpec, context: BuildContext) -> str | None
 def fusion_unsupported_reason(spec: LayerSpec, context: BuildContext) -> str | None:
     if context.decode_rows != 1:
         return "decodes a single sequence"
+    if context.adapters is not None:
+        return "has adapters"
     if context.dtype != "bfloat16" or context.weight_dtype != "bfloat16":
         return "needs dtype=bfloat16 and weight_dtype=bfloat16"
     if spec.parallel or spec.streams is not None:

@@ -20,7 +20,7 @@ from maxtext.kernels.quantized_matmul import quantized_matmul
 from maxtext.kernels.weight_only import QuantizedWeight, weight_only_matmul
 from maxtext.layers.adapters import LayerAdapter, adapter_inputs
 from maxtext.layers.context import INFERENCE, BuildContext, choose
-from maxtext.layers.lora import LowRank
+from maxtext.layers.lora import LowRank, MergedAdapter, down_project, select_slots
 from maxtext.layers.parameters import Initializer
 from maxtext.layers.weight_layout import WeightLayout, merging_unsupported_reason
 
@@ -80,10 +80,6 @@ class Linear(nnx.Module):
         """The weight, with the layer's adapter in it if it has one."""
         return self.weight[...]
 
-    def adapt(self, x: jax.Array, y: jax.Array) -> jax.Array:
-        """y = x weight with the layer's adapter, if it has one; the bias is added afterwards."""
-        return y
-
 
 class LoRALinear(LowRank, Linear):
     """A linear layer with a low-rank adapter, see lora.py."""
@@ -103,14 +99,12 @@ class LoRALinear(LowRank, Linear):
             in_shape=spec.in_shape,
             out_shape=spec.out_shape,
             axes=spec.axes,
+            dtype=spec.dtype,
             weight=self.weight[...],
         )
 
     def merged_weight(self) -> jax.Array:
         return self.merge(self.weight[...], adapter_inputs())
-
-    def adapt(self, x: jax.Array, y: jax.Array) -> jax.Array:
-        return self.add_update(x, y, self.weight[...], adapter_inputs())
 
 
 class QuantizedMatmulLinear(Linear):
@@ -172,6 +166,7 @@ class MergedLinear(nnx.Module):
     """[y_1, …] = x [w_1 …] + [b_1 …]: projections of one input by one matmul, for inference.
 
     The weight is [K, N], or [N, K] as in `TransposedLinear`. Its values come from `pack_weights`.
+    The adapters of the projections are merged, too, see `MergedAdapter`.
     """
 
     def __init__(
@@ -194,6 +189,9 @@ class MergedLinear(nnx.Module):
         self.use_gemv = self.layout.use_gemv(initializer.dtype, dtype)
         self.weight = self.layout.weight(initializer.dtype)
         self.bias = self.layout.bias(initializer.dtype) if bias else None
+        self.adapter = MergedAdapter.of(initializer, self.layout)
+        if self.adapter is not None:
+            self.lora_a, self.lora_b = self.adapter.params()
 
     def __call__(self, x: jax.Array) -> list[jax.Array]:
         """The output of each projection."""
@@ -207,6 +205,10 @@ class MergedLinear(nnx.Module):
         x = x.reshape(*x.shape[: x.ndim - len(self.layout.in_shape)], -1)
         weight = self.weight[...].astype(self.dtype)
         y = matmul_transposed(x, weight, self.use_gemv) if self.layout.transposed else x @ weight
+        ids = adapter_inputs().ids
+        if self.adapter is not None and ids is not None:
+            a, b = (factor[...].astype(self.dtype) for factor in (self.lora_a, self.lora_b))
+            y = y + select_slots(x @ a, ids, self.adapter.slots, self.adapter.ranks) @ b
         return y if self.bias is None else y + self.bias[...].astype(self.dtype)
 
 
@@ -267,11 +269,24 @@ def project(x: jax.Array, *linears: Linear, weight_grads_first: bool = False) ->
     ]
     if weight_grads_first:
         x, weights = order_weight_grads(x, weights)
-    outputs = [
-        linear.adapt(x, y) for linear, y in zip(linears, first.matmuls(x, weights), strict=True)
-    ]
+    outputs = add_adapters(x, first.matmuls(x, weights), linears)
     return [
         y if linear.bias is None else y + linear.bias[...].astype(linear.dtype)
+        for y, linear in zip(outputs, linears, strict=True)
+    ]
+
+
+def add_adapters(
+    x: jax.Array, outputs: Sequence[jax.Array], linears: Sequence[Linear]
+) -> list[jax.Array]:
+    """The outputs of linear layers for x, with the updates of those that have adapters."""
+    inputs = adapter_inputs()
+    adapted = [linear for linear in linears if isinstance(linear, LoRALinear)]
+    hidden = iter(down_project(x, adapted, inputs))
+    return [
+        linear.add_update(next(hidden), y, linear.weight[...], inputs)
+        if isinstance(linear, LoRALinear)
+        else y
         for y, linear in zip(outputs, linears, strict=True)
     ]
 

@@ -5,26 +5,32 @@
 
 W [*in_shape, *out_shape], lora_a [*in_shape, R], lora_b [R, *out_shape], lora_magnitude m
 [*out_shape]. A is initialized uniformly in ±1/√inputs (kaiming) or with a deviation of 1/R
-(gaussian), B with zeros and m with ‖W‖: a new adapter changes no output. Adapters are computed in
-their own dtype, float32 unless the spec says otherwise, and DoRA's norm has no gradient.
+(gaussian), B with zeros and m with ‖W‖: a new adapter changes no output. Adapters are stored in
+their own dtype, float32 unless the spec says otherwise, and computed in that of their layer; DoRA's
+norm is computed in the former, and has no gradient.
 
-A model for serving holds the adapters of n slots: lora_a [n, *in_shape, R], lora_b [n, R,
+A model for serving holds the adapters of n slots: lora_a [*in_shape, n R], lora_b [n R,
 *out_shape], which includes the scale, and for DoRA lora_factor m/‖·‖ [n + 1, *out_shape], whose
 first row is 1. Each row of a batch, or each token of a shared row, has the index of its adapter.
+All adapters are multiplied, and those that are not selected contribute zeros.
 """
 
 import math
 import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from maxtext.layers.adapters import GAUSSIAN, AdapterInputs, AdapterSpec, LayerAdapter
 from maxtext.layers.dropout import dropout
 from maxtext.layers.parameters import Initializer, Template, Tree
+from maxtext.layers.weight_layout import WeightLayout
 
 PREFIX = "lora_"  # of the parameters of adapters
 MAGNITUDE = "lora_magnitude"
@@ -40,26 +46,28 @@ class LowRank:
         in_shape: Sequence[int],
         out_shape: Sequence[int],
         axes: Sequence[str | None],
+        dtype: Any,
         weight: jax.Array | None = None,
     ) -> None:
-        """`axes` are those of the weight; `weight` gives DoRA's magnitudes."""
+        """`axes` are those of the weight; `dtype` that of the computation; `weight` gives DoRA's
+        magnitudes."""
         self.adapter = adapter
+        self.adapter_dtype = dtype
         self.in_dims = len(in_shape)
         self.dropout_name = zlib.crc32("/".join(initializer.paths).encode())
         in_axes, out_axes = tuple(axes[: self.in_dims]), tuple(axes[self.in_dims :])
-        spec, rank = adapter.spec, adapter.rank
-        slots, slot_axes = ((spec.slots,), (None,)) if spec.slots else ((), ())
-        a_shape = (*slots, *in_shape, rank)
+        spec, columns = adapter.spec, adapter.rank * (adapter.slots or 1)
+        a_shape = (*in_shape, columns)
         if spec.slots:
             a = jnp.zeros(a_shape, spec.dtype)
         else:
             a = initial_a(initializer, a_shape, spec)
-        self.lora_a = adapter_param(a, (*slot_axes, *in_axes, None))
-        b = jnp.zeros((*slots, rank, *out_shape), spec.dtype)
-        self.lora_b = adapter_param(b, (*slot_axes, None, *out_axes))
+        self.lora_a = adapter_param(a, (*in_axes, None))
+        b = jnp.zeros((columns, *out_shape), spec.dtype)
+        self.lora_b = adapter_param(b, (None, *out_axes))
         magnitude = factor = None
         if spec.dora and spec.slots:
-            ones = jnp.ones((spec.slots + 1, *out_shape), spec.dtype)
+            ones = jnp.ones((spec.slots + 1, *out_shape), jnp.float32)
             factor = adapter_param(ones, (None, *out_axes))
         elif spec.dora:
             assert weight is not None
@@ -69,21 +77,25 @@ class LowRank:
         self.lora_factor = factor
 
     def add_update(
-        self, x: jax.Array, y: jax.Array, weight: Any, inputs: AdapterInputs
+        self, hidden: jax.Array, y: jax.Array, weight: Any, inputs: AdapterInputs
     ) -> jax.Array:
-        """y = x · weight with the adapter; without a bias, which is added afterwards."""
-        spec = self.adapter.spec
-        if spec.slots:
-            return self.add_selected(x, y, inputs)
-        if inputs.key is not None:
-            x = dropout(x, spec.dropout, jax.random.fold_in(inputs.key, self.dropout_name))
+        """y = x · weight with the adapter, where `hidden` is x A; without a bias, which is added
+        afterwards."""
+        if self.adapter.slots:
+            return self.add_selected(hidden, y, inputs)
         a, b, scale = self.lora_a[...], self.lora_b[...], self.scale(inputs)
-        hidden = jnp.tensordot(x.astype(a.dtype), a, self.in_dims)
-        result = y.astype(a.dtype) + jnp.tensordot(hidden * scale, b, 1)
-        if self.lora_magnitude is not None:
-            merged = weight.astype(a.dtype) + jnp.tensordot(a * scale, b, 1)
-            result = result * self.dora_factor(merged, scale)
-        return result.astype(y.dtype)
+        y = y + jnp.tensordot((hidden * scale).astype(y.dtype), b.astype(y.dtype), 1)
+        if self.lora_magnitude is None:
+            return y
+        merged = weight.astype(a.dtype) + jnp.tensordot(a * scale, b, 1)
+        return (y.astype(a.dtype) * self.dora_factor(merged, scale)).astype(y.dtype)
+
+    def drop(self, x: jax.Array, inputs: AdapterInputs) -> jax.Array:
+        """x after the adapter's dropout."""
+        if inputs.key is None:
+            return x
+        key = jax.random.fold_in(inputs.key, self.dropout_name)
+        return dropout(x, self.adapter.spec.dropout, key)
 
     def dora_factor(self, merged: jax.Array, scale: jax.Array | float) -> jax.Array:
         """m / ‖W + scale · B A‖, [*out_shape]; 1 for a stacked layer without an adapter."""
@@ -91,24 +103,16 @@ class LowRank:
         norms = jax.lax.stop_gradient(weight_norm(merged, self.in_dims))
         return jnp.where(scale == 0, 1, self.lora_magnitude[...] / norms)
 
-    def add_selected(self, x: jax.Array, y: jax.Array, inputs: AdapterInputs) -> jax.Array:
-        """The same with the adapter of each row or token. All adapters are multiplied, and those
-        that are not selected contribute zeros."""
+    def add_selected(self, hidden: jax.Array, y: jax.Array, inputs: AdapterInputs) -> jax.Array:
+        """The same with the adapter of each row or token."""
         if inputs.ids is None:
             return y
-        a, b = self.lora_a[...], self.lora_b[...]
-        slots = a.shape[0]
-        ids = align(inputs.ids, x.ndim - self.in_dims)
-        hidden = jax.lax.dot_general(
-            x.astype(a.dtype),
-            a,
-            ((range(x.ndim - self.in_dims, x.ndim), range(1, 1 + self.in_dims)), ((), ())),
-        )
-        selected = ids[..., None, None] == jnp.arange(1, slots + 1)[:, None]
-        result = y.astype(a.dtype) + jnp.tensordot(jnp.where(selected, hidden, 0), b, 2)
-        if self.lora_factor is not None:
-            result = result * jnp.take(self.lora_factor[...], ids, axis=0)
-        return result.astype(y.dtype)
+        hidden = select_slots(hidden, inputs.ids, self.adapter.slots, [self.adapter.rank])
+        y = y + jnp.tensordot(hidden, self.lora_b[...].astype(y.dtype), 1)
+        if self.lora_factor is None:
+            return y
+        factor = jnp.take(self.lora_factor[...], align(inputs.ids, hidden.ndim - 1), axis=0)
+        return (y.astype(factor.dtype) * factor).astype(y.dtype)
 
     def scale(self, inputs: AdapterInputs) -> jax.Array | float:
         return layer_scale(self.adapter, inputs)
@@ -120,6 +124,78 @@ class LowRank:
         a, scale = self.lora_a[...], self.scale(inputs)
         merged = weight.astype(a.dtype) + jnp.tensordot(a * scale, self.lora_b[...], 1)
         return merged if self.lora_magnitude is None else merged * self.dora_factor(merged, scale)
+
+
+@dataclass(frozen=True)
+class MergedAdapter:
+    """For serving: the adapters of projections that are computed by one matmul [K, N].
+
+    lora_a [K, Σ n R] has the columns of one projection after the other; lora_b [Σ n R, N] is block
+    diagonal, so that an update has zeros in the outputs of other projections."""
+
+    names: tuple[str, ...]  # of the projections, in the module that has them
+    ranks: tuple[int, ...]  # 0: a projection without adapters
+    in_shape: tuple[int, ...]
+    out_shapes: tuple[tuple[int, ...], ...]
+    spec: AdapterSpec
+
+    @classmethod
+    def of(cls, initializer: Initializer, layout: WeightLayout) -> "MergedAdapter | None":
+        """None if no projection has an adapter."""
+        spec = initializer.context.adapters
+        if spec is None:
+            return None
+        layers = [spec.at(initializer.child(name).paths) for name in layout.names]
+        if not any(layers):
+            return None
+        return cls(
+            names=layout.names,
+            ranks=tuple(0 if layer is None else layer.rank for layer in layers),
+            in_shape=layout.in_shape,
+            out_shapes=layout.out_shapes,
+            spec=spec,
+        )
+
+    @property
+    def slots(self) -> int:
+        return self.spec.slots
+
+    def params(self) -> tuple[nnx.Param, nnx.Param]:
+        columns = self.slots * sum(self.ranks)
+        outputs = sum(map(math.prod, self.out_shapes))
+        shapes = (math.prod(self.in_shape), columns), (columns, outputs)
+        a, b = (
+            nnx.Param(
+                jnp.zeros(shape, self.spec.dtype), axes=(None, None), fixed_dtype=True, merged=self
+            )
+            for shape in shapes
+        )
+        return a, b
+
+
+def down_project(x: jax.Array, layers: Sequence[LowRank], inputs: AdapterInputs) -> list[jax.Array]:
+    """x A of each layer, [..., R]. One matmul reads x once for all, unless dropout gives each layer
+    its own."""
+    if not layers:
+        return []
+    dtype, in_dims = layers[0].adapter_dtype, layers[0].in_dims
+    factors = [layer.lora_a[...].astype(dtype) for layer in layers]
+    if inputs.key is not None and layers[0].adapter.spec.dropout:
+        return [
+            jnp.tensordot(layer.drop(x, inputs).astype(dtype), a, in_dims)
+            for layer, a in zip(layers, factors, strict=True)
+        ]
+    hidden = jnp.tensordot(x.astype(dtype), jnp.concatenate(factors, axis=-1), in_dims)
+    ends = list(accumulate(a.shape[-1] for a in factors))
+    return jnp.split(hidden, ends[:-1], axis=-1)
+
+
+def select_slots(hidden: jax.Array, ids: jax.Array, slots: int, ranks: Sequence[int]) -> jax.Array:
+    """hidden [..., Σ n R] with zeros in the columns of other adapters than that of each row or
+    token. `ranks` are those of the layers whose columns follow each other."""
+    slot_of_column = np.concatenate([np.repeat(np.arange(1, slots + 1), rank) for rank in ranks])
+    selected = align(ids, hidden.ndim - 1)[..., None] == slot_of_column
+    return jnp.where(selected, hidden, 0)
 
 
 def layer_scale(adapter: LayerAdapter, inputs: AdapterInputs) -> jax.Array | float:

@@ -93,13 +93,13 @@ class ExpertLinear(nnx.Module):
         if self.adapter is None:
             return None, None
         inputs = adapter_inputs()
-        a, b = self.lora_a[...], self.lora_b[...]
+        a, b = self.lora_a[...], self.lora_b[...].astype(self.dtype)
         if not self.adapter.slots:
-            return a * layer_scale(self.adapter, inputs), b
+            return (a * layer_scale(self.adapter, inputs)).astype(self.dtype), b
         if inputs.ids is None:
             return None, None
         slot = jnp.maximum(inputs.ids - 1, 0)
-        return jnp.where(inputs.ids > 0, a[slot], 0), b[slot]
+        return jnp.where(inputs.ids > 0, a[slot], 0).astype(self.dtype), b[slot]
 
     def weight_axes(self, weights: ExpertWeights) -> ExpertWeights:
         """The logical axes of the weights."""
@@ -125,9 +125,8 @@ class ExpertLinear(nnx.Module):
         if scale is not None:
             y = dequantize(y, scale[:, None, None], self.dtype)
         if lora_a is not None:
-            hidden = jnp.einsum("xbci,xir->xbcr", x.astype(lora_a.dtype), lora_a)
-            update = jnp.einsum("xbcr,xro->xbco", hidden, lora_b)
-            y = (y.astype(update.dtype) + update).astype(self.dtype)
+            hidden = jnp.einsum("xbci,xir->xbcr", x, lora_a)
+            y = y + jnp.einsum("xbcr,xro->xbco", hidden, lora_b)
         if bias is not None:
             y = y + bias[:, None, None]
         return constrain(

@@ -116,10 +116,10 @@ class SortedExperts:
                 if scale is not None:
                     y = dequantize(y, take_by_row(scale, order), y.dtype)
                 if lora_a is not None:
-                    hidden = rows.astype(lora_a.dtype)
+                    update = rows
                     for factor in (lora_a, lora_b):
-                        hidden = grouped_matmul.grouped_matmul(hidden, factor, order.group_sizes)
-                    y = (y.astype(hidden.dtype) + hidden).astype(y.dtype)
+                        update = grouped_matmul.grouped_matmul(update, factor, order.group_sizes)
+                    y = y + update
                 if bias is None:
                     return y
                 if name == "wo" and adds_bias is not None:

@@ -62,8 +62,8 @@ class WeightLayout:
 
 def merging_unsupported_reason(context: BuildContext) -> str | None:
     """Why weights are not merged; None if they are."""
-    if context.adapters is not None:
-        return "has adapters"
+    if context.adapters is not None and context.adapters.dora:
+        return "has DoRA adapters"
     if context.quantized_weights:
         return "merges weights of floats only"
     if context.scanned:
