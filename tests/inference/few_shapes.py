@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from maxtext.inference.sampling import SamplingMode
+from maxtext.inference.sampling_params import SamplingMode
 
 
 def patch(monkeypatch: Any) -> None:

@@ -412,14 +412,21 @@ BAD_CALLS = {
         "top_p=0.0 must be above 0",
     ),
     "top_k": (
-        lambda llm: llm.generate("w4", temperature=1.0, top_k=-1),
-        "top_k=-1 must be at least 0",
+        lambda llm: llm.generate("w4", temperature=1.0, top_k=-2),
+        "top_k=-2 must be at least 0",
     ),
     "temperature": (
         lambda llm: llm.generate("w4", temperature=-1.0),
         "temperature=-1.0 must be a number from 0 to 1e\\+30",
     ),
-    "top_k of nothing": (lambda llm: llm.generate("w4", top_k=3), "temperature=0 is greedy"),
+    "a bias outside the vocabulary": (
+        lambda llm: llm.generate("w4", logit_bias={61: 1.0}),
+        "logit_bias has token 61, which is outside the vocabulary, 0 to 60",
+    ),
+    "more than fits": (
+        lambda llm: llm.generate("w4", max_new_tokens=4, min_tokens=5),
+        "min_tokens=5 exceeds max_new_tokens=4",
+    ),
 }
 
 

@@ -8,16 +8,15 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from maxtext.common.errors import UserError
 from maxtext.configs.derive import Devices
 from maxtext.inference.sampling import (
     BatchedSamplingParams,
-    SamplingMode,
-    SamplingParams,
     batch_mode,
     sample,
     truncation_threshold,
 )
+from maxtext.inference.sampling_params import SamplingMode, SamplingParams
+from maxtext.inference.validation import RequestError
 from maxtext.models.configuration import load
 
 DRAWS = 30_000
@@ -340,17 +339,36 @@ def test_from_config(settings, expected):
         (dict(temperature=-0.1), "temperature=-0.1"),
         (dict(temperature=float("inf")), "temperature=inf"),
         (dict(temperature=float("nan")), "temperature=nan"),
-        (dict(temperature=1.0, top_k=-1), "top_k=-1"),
+        (dict(temperature=1.0, top_k=-2), "top_k=-2"),
         (dict(temperature=1.0, top_p=0.0), "top_p=0.0"),
         (dict(temperature=1.0, top_p=1.1), "top_p=1.1"),
         (dict(temperature=1.0, top_p=float("nan")), "top_p=nan"),
-        (dict(top_k=3), "temperature=0 is greedy"),
-        (dict(top_p=0.5), "temperature=0 is greedy"),
+        (dict(min_p=-0.1), "min_p=-0.1 must be a number from 0 to 1"),
+        (dict(min_p=float("nan")), "min_p=nan"),
+        (dict(presence_penalty=2.1), "presence_penalty=2.1 must be a number from -2 to 2"),
+        (dict(frequency_penalty=-2.1), "frequency_penalty=-2.1 must be a number from -2 to 2"),
+        (dict(repetition_penalty=0), "repetition_penalty=0 must be a number from 1e-06 to 1e"),
+        (dict(logit_bias={"x": 1}), "logit_bias has the key"),
+        (dict(logit_bias={-1: 1}), "logit_bias has the key -1"),
+        (dict(logit_bias={5: 101}), "logit_bias of token 5 must be a number from -100 to 100"),
+        (dict(logit_bias={5: float("nan")}), "logit_bias of token 5"),
+        (dict(logit_bias=[5]), "logit_bias must be an object"),
+        (dict(min_tokens=-1), "min_tokens=-1 must be a whole number of at least 0"),
+        (dict(n=0), "n=0 must be a whole number from 1 to 128"),
+        (dict(n=1.5), "n must be a whole number, not 1.5"),
+        (dict(seed=2**64), "seed=18446744073709551616 has more than 64 bits"),
+        (dict(seed="x"), 'seed must be a whole number, not "x"'),
+        (dict(stop=["x", ""]), "stop must be a text or a list of texts, none of them empty"),
+        (dict(stop=["x"] * 65), "stop has 65 texts: 64 are the most"),
+        (dict(stop="x" * 1025), "stop has a text of 1025 characters: 1024 are the most"),
+        (dict(stop_token_ids=[True]), "stop_token_ids must be a list of token ids"),
+        (dict(ignore_eos=1), "ignore_eos must be true or false, not 1"),
     ],
 )
 def test_rejects_invalid_values(fields, message):
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(RequestError, match=message) as caught:
         SamplingParams(**fields)
+    assert caught.value.param == list(fields)[-1]
 
 
 @pytest.mark.parametrize(
@@ -364,7 +382,7 @@ def test_rejects_invalid_values(fields, message):
     ],
 )
 def test_rejects_values_that_no_array_can_hold(fields):
-    with pytest.raises(UserError, match=next(iter(fields))):
+    with pytest.raises(RequestError, match=next(iter(fields))):
         SamplingParams(**({"temperature": 1.0} | fields))
 
 

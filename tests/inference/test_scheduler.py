@@ -20,12 +20,8 @@ from maxtext.inference.engine import InferenceEngine
 from maxtext.inference.executor import Executor
 from maxtext.inference.programs import Programs
 from maxtext.inference.requests import GenerationRequest
-from maxtext.inference.sampling import (
-    BatchedSamplingParams,
-    SamplingMode,
-    SamplingParams,
-    sample,
-)
+from maxtext.inference.sampling import BatchedSamplingParams, sample
+from maxtext.inference.sampling_params import SamplingMode, SamplingParams
 from maxtext.kernels.decode import paged_attention as decode
 from maxtext.layers.context import REFERENCE, BuildContext
 from maxtext.layers.inputs import LayerInputs
@@ -477,17 +473,17 @@ REJECTED = {
 def test_rejects_invalid_requests(models, name):
     request, sentence = REJECTED[name]
     engine = InferenceEngine(compiled("causal"), models("causal")[0], 1, LENGTH)
-    assert sentence in engine.reject_reason(request)
+    assert sentence in str(engine.reject_reason(request))
 
 
 def test_rejects_sequences_that_need_more_blocks_than_there_are(models):
     overrides = ["attention=paged", "pagedattn_num_pages=5", "pagedattn_tokens_per_page=4"]
     engine = InferenceEngine(compiled("causal", *overrides), models("causal")[0], 2, LENGTH)
-    assert "exceed 20" in engine.reject_reason(new_request((1,) * 12, 9))
+    assert "exceed 20" in str(engine.reject_reason(new_request((1,) * 12, 9)))
     assert engine.reject_reason(new_request((1,) * 12, 8)) is None
     overrides += ["pagedattn_max_pages_per_group=3"]
     engine = InferenceEngine(compiled("causal", *overrides), models("causal")[0], 2, LENGTH)
-    assert "exceed 12" in engine.reject_reason(new_request((1,) * 5, 8))
+    assert "exceed 12" in str(engine.reject_reason(new_request((1,) * 5, 8)))
 
 
 @pytest.mark.slow

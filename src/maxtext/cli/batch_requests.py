@@ -12,10 +12,26 @@ from maxtext.cli.generation import GenerationSession
 from maxtext.common.errors import UserError
 from maxtext.configs.sources import suggest
 from maxtext.inference.requests import GenerationRequest
-from maxtext.inference.sampling import SamplingParams
+from maxtext.inference.sampling_params import SamplingParams
+from maxtext.inference.validation import check_whole_number, shorten
 
-SAMPLING_FIELDS = ("temperature", "top_k", "top_p")
-FIELDS = ("prompt", "messages", "id", "max_new_tokens", *SAMPLING_FIELDS, "seed", "stop", "adapter")
+# Fields of SamplingParams, which checks them.
+SAMPLING_FIELDS = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+    "min_tokens",
+    "include_stop_str_in_output",
+)
+FIELDS = ("prompt", "messages", "id", "max_new_tokens", *SAMPLING_FIELDS, "seed", "adapter")
 MAX_DEPTH = 100  # of nested lists and objects: Python's JSON reader and writer have a limit, too
 MAX_DIGITS = 1000  # of a whole number: Python refuses to convert more than a few thousand
 
@@ -96,18 +112,16 @@ def build_request(
         raise UserError("a line has either a prompt or messages")
     prompt_ids = encode_record(record, session)
     limit = session.max_new_tokens(prompt_ids)
-    max_new_tokens = number(record, "max_new_tokens", int, limit)
+    max_new_tokens = record.get("max_new_tokens", limit)
+    check_whole_number("max_new_tokens", max_new_tokens)
     if not 1 <= max_new_tokens <= limit:
         raise UserError(
             f"max_new_tokens={max_new_tokens} must be between 1 and {limit}: the prompt has "
             f"{len(prompt_ids)} tokens and max_target_length={session.config.max_target_length}"
         )
-    params = dataclasses.replace(
-        with_sampling_fields(defaults, record),
-        max_new_tokens=max_new_tokens,
-        seed=number(record, "seed", int, session.config.init_weights_seed + index),
-        stop=stop_texts(record.get("stop", ())),
-    )
+    seed = record.get("seed", session.config.init_weights_seed + index)
+    sampling = {name: record[name] for name in SAMPLING_FIELDS if name in record}
+    params = dataclasses.replace(defaults, max_new_tokens=max_new_tokens, seed=seed, **sampling)
     adapter = record.get("adapter")
     if adapter is not None and not isinstance(adapter, str):
         raise UserError(f"adapter={adapter!r} must be the name of an adapter, or empty for none")
@@ -144,40 +158,3 @@ def check_messages(messages: Any) -> Sequence[Mapping[str, Any]]:
         if not message["role"]:
             raise UserError(f"messages[{index}].role is empty: set it, for example to user")
     return messages
-
-
-def shorten(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 60 else f"{text[:59]}…"
-
-
-def with_sampling_fields(params: SamplingParams, record: Mapping[str, Any]) -> SamplingParams:
-    """The parameters with the sampling fields of a line. temperature 0 resets the others."""
-    fields = {
-        name: number(record, name, int if name == "top_k" else float, 0)
-        for name in SAMPLING_FIELDS
-        if name in record
-    }
-    if fields.get("temperature") == 0:
-        fields = {"top_k": 0, "top_p": 1.0} | fields
-    return dataclasses.replace(params, **fields)
-
-
-def number(record: Mapping[str, Any], name: str, kind: type, default: Any) -> Any:
-    value = record.get(name, default)
-    if type(value) is not int and not (kind is float and type(value) is float):
-        raise UserError(
-            f"{name} must be a {'whole number' if kind is int else 'number'}, not {shorten(value)}"
-        )
-    if name == "seed" and not 0 <= value < 2**32:
-        raise UserError(f"seed={value} must be between 0 and {2**32 - 1}")
-    return value
-
-
-def stop_texts(value: Any) -> tuple[str, ...]:
-    texts = [value] if isinstance(value, str) else value
-    if not isinstance(texts, list | tuple) or not all(
-        isinstance(text, str) and text for text in texts
-    ):
-        raise UserError("stop must be a text or a list of texts, none of them empty")
-    return tuple(texts)

@@ -139,7 +139,7 @@ def prefill_batch(
         params = SamplingParams(max_new_tokens=max_length - length)
         request = GenerationRequest(new_prompt(llm, length), params)
         if (reason := engine.reject_reason(request)) is not None:
-            raise ConfigError(reason)
+            raise ConfigError(str(reason))
         engine.add_request(index, request)
     scheduler.admit()
     while group := scheduler.next_prefill():

@@ -7,7 +7,7 @@ MODULES = {
     "LLM": "llm",
     "GenerationRequest": "requests",
     "Completion": "requests",
-    "SamplingParams": "sampling",
+    "SamplingParams": "sampling_params",
 }
 
 

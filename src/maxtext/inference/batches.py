@@ -11,12 +11,8 @@ import jax
 import numpy as np
 
 from maxtext.inference import sequence, shapes
-from maxtext.inference.sampling import (
-    BatchedSamplingParams,
-    SamplingMode,
-    SamplingParams,
-    batch_mode,
-)
+from maxtext.inference.sampling import BatchedSamplingParams, batch_mode
+from maxtext.inference.sampling_params import SamplingMode, SamplingParams
 
 MAX_DECODE_STEPS = 16  # tokens of a slot in one decode program
 STATIC_DECODE_STEPS = (4, MAX_DECODE_STEPS)  # where the number of steps is static
@@ -41,6 +37,7 @@ class PrefillBatch:
     kv_len: int = field(default=0, metadata=STATIC)  # KV cache positions to read; 0: all
     mode: SamplingMode = field(default=SamplingMode.GREEDY, metadata=STATIC)
     log_probs: bool = field(default=False, metadata=STATIC)
+    has_processors: bool = field(default=False, metadata=STATIC)  # of logits, in any row
 
 
 @jax.tree_util.register_dataclass
@@ -58,6 +55,7 @@ class DecodeBatch:
     kv_len: int = field(default=0, metadata=STATIC)  # KV cache positions to read; 0: all
     mode: SamplingMode = field(default=SamplingMode.GREEDY, metadata=STATIC)
     log_probs: bool = field(default=False, metadata=STATIC)
+    has_processors: bool = field(default=False, metadata=STATIC)  # of logits, in any row
 
 
 @dataclass(frozen=True)
@@ -114,6 +112,7 @@ class BatchBuilder:
             params=BatchedSamplingParams.from_params(
                 params + [SamplingParams()] * padding,
                 [seq.last_position for seq in sequences] + [0] * padding,
+                [seq.min_position for seq in sequences] + [0] * padding,
             ),
             adapter_ids=adapter_ids if self.has_adapters else None,
             segments=segments if packed else None,
@@ -121,6 +120,11 @@ class BatchBuilder:
             kv_len=0 if from_start else self.kv_len(seq.num_computed + n for seq, n in chunks),
             mode=batch_mode(p for p, done in zip(params, is_complete, strict=False) if done),
             log_probs=any(request.log_probs for request in params),
+            has_processors=any(
+                seq.params.has_processors
+                for seq, done in zip(sequences, is_complete, strict=False)
+                if done
+            ),
         )
 
     def decode(
@@ -150,6 +154,7 @@ class BatchBuilder:
             kv_len=kv_len,
             mode=batch_mode(seq.params for seq in sequences),
             log_probs=any(seq.params.log_probs for seq in sequences),
+            has_processors=any(seq.params.has_processors for seq in sequences),
         )
         return batch, columns
 

@@ -21,10 +21,18 @@ class Detokenizer:
     belong to the new text. Every token is decoded a bounded number of times.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stop: Sequence[str]):
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt: Sequence[int],
+        stop: Sequence[str],
+        include_stop: bool = False,
+    ):
+        """`include_stop`: the text ends after the stop text, not before it."""
         self.decode = tokenizer.decode
         self.stop = [text for text in stop if text]
-        self.stopped = False
+        self.include_stop = include_stop
+        self.stop_text: str | None = None  # the one that has ended the text
         self.deltas: list[str] = []  # emitted
         self.held_back = ""  # decoded, but possibly the beginning of a stop text
         self.read_prompt(tokenizer, prompt)
@@ -46,9 +54,10 @@ class Detokenizer:
         if not self.decode(self.pending).endswith(REPLACEMENT):
             self.flush(everything=True)
 
-    def add(self, token_ids: Sequence[int], last: bool = False) -> str:
+    def add(self, token_ids: Sequence[int], last: bool = False, ignore_stop: bool = False) -> str:
         """Append tokens and return the text delta: the text that is final now. With `last`, no
-        token follows, so all text is final.
+        token follows, so all text is final. With `ignore_stop`, stop texts begin after the text
+        that is final now.
         """
         if self.stopped:
             return ""
@@ -56,18 +65,22 @@ class Detokenizer:
         matches = [
             (start + len(text), start)
             for text in self.stop
-            if (start := self.held_back.find(text)) >= 0
+            if not ignore_stop and (start := self.held_back.find(text)) >= 0
         ]
         if matches:
-            _, start = min(matches)  # the stop text that is complete first
-            self.stopped = True
-            self.held_back = self.held_back[:start]
+            end, start = min(matches)  # the stop text that is complete first
+            self.stop_text = self.held_back[start:end]
+            self.held_back = self.held_back[: end if self.include_stop else start]
         length = len(self.held_back)
-        if not last and not self.stopped:
+        if not last and not self.stopped and not ignore_stop:
             length -= self.partial_stop_length()
         text_delta, self.held_back = self.held_back[:length], self.held_back[length:]
         self.deltas.append(text_delta)
         return text_delta
+
+    @property
+    def stopped(self) -> bool:
+        return self.stop_text is not None
 
     @property
     def text(self) -> str:

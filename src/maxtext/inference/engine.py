@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from maxtext.common.errors import ConfigError, UserError
+from maxtext.common.errors import ConfigError
 from maxtext.configs.types import MaxTextConfig
 from maxtext.inference.adapters import LoadedAdapter
 from maxtext.inference.batches import MAX_DECODE_STEPS, STATIC_DECODE_STEPS
@@ -28,6 +28,7 @@ from maxtext.inference.requests import GenerationRequest
 from maxtext.inference.sampling import MAX_STOP_IDS
 from maxtext.inference.scheduler import Chunks, Scheduler
 from maxtext.inference.sequence import Sequence, StepOutput
+from maxtext.inference.validation import RequestError
 from maxtext.layers.cache import CacheConfig
 
 MIN_GPU_SLOTS = 2  # the compiler's float matmuls are slower with a single row
@@ -102,23 +103,28 @@ class InferenceEngine:
 
     # Requests.
 
-    def reject_reason(self, request: GenerationRequest) -> str | None:
+    def reject_reason(self, request: GenerationRequest) -> RequestError | None:
         """Why a request of token ids cannot be served, or None if it can."""
         prompt, count = request.prompt, request.params.max_new_tokens
         vocab_size = self.programs.config.vocab_size
         if not len(prompt):
-            return "the prompt is empty: there is nothing to continue"
+            return RequestError("the prompt is empty: there is nothing to continue", "prompt")
         if count < 1:
-            return f"max_new_tokens={count} must be a whole number of at least 1"
+            return RequestError(
+                f"max_new_tokens={count} must be a whole number of at least 1", "max_new_tokens"
+            )
         invalid = next((token for token in prompt if not 0 <= int(token) < vocab_size), None)
         if invalid is not None:
-            return f"token id {invalid} is outside the vocabulary, 0 to {vocab_size - 1}"
+            return RequestError(
+                f"token id {invalid} is outside the vocabulary, 0 to {vocab_size - 1}", "prompt"
+            )
         if len(prompt) + count > self.max_length:
-            return (
+            return RequestError(
                 f"a prompt of {len(prompt)} tokens and {count} new tokens exceed "
                 f"{self.max_length}, the maximum length of a sequence here: shorten the prompt, "
                 "lower max_new_tokens, or raise max_target_length (with a paged cache also "
-                "pagedattn_num_pages or pagedattn_max_pages_per_group)"
+                "pagedattn_num_pages or pagedattn_max_pages_per_group)",
+                code="context_length_exceeded",
             )
         return None
 
@@ -152,10 +158,10 @@ class InferenceEngine:
                     self.abort(sequence.request_id)
 
     def generate(self, requests: list[GenerationRequest]) -> list[list[int]]:
-        """The new tokens of each request. Raises UserError if a request cannot be served."""
+        """The new tokens of each request. Raises RequestError if a request cannot be served."""
         for reason in map(self.reject_reason, requests):
             if reason is not None:
-                raise UserError(reason)
+                raise reason
         for index, request in enumerate(requests):
             self.add_request(index, request)
         tokens: list[list[int]] = [[] for _ in requests]
@@ -198,6 +204,10 @@ class InferenceEngine:
     def prefill(self, chunks: Chunks, packed: bool) -> None:
         """Dispatch the prefill of chunks, each in its own row or all in one."""
         batch = self.batches.prefill(chunks, packed)
+        for sequence, count in chunks:
+            is_complete = sequence.num_computed + count >= sequence.prefill_length
+            if is_complete and sequence.params.has_processors:
+                self.executor.set_processors(sequence)
         sampled = self.executor.prefill(batch)
         for sequence, count in chunks:
             sequence.num_computed += count

@@ -8,8 +8,10 @@ import numpy as np
 
 from maxtext.inference import shapes
 from maxtext.inference.batches import BatchBuilder, DecodeBatch, PrefillBatch
+from maxtext.inference.logits_processors import ProcessorState
 from maxtext.inference.model_runner import select_caches
 from maxtext.inference.programs import EngineState, Programs, Sampled
+from maxtext.inference.sequence import Sequence
 from maxtext.kernels import attention
 from maxtext.layers.attention_sharding import packed_request
 from maxtext.layers.cache import CacheConfig, PagedKVCache
@@ -35,6 +37,7 @@ class Executor:
         self.cache_config = cache_config
         with programs.context():
             self.state: EngineState = programs.init_state(cache_config)
+            self.processors: ProcessorState | None = None  # once a request uses one
             self.reads_in_place = reads_blocks_in_place(self.state.caches)
         self.contiguous = cache_config.page_size is None  # slot n has block n, and no other
         # On accelerators compilation is slow, so there are few programs; and in a loop that may end
@@ -42,14 +45,28 @@ class Executor:
         self.few_programs = programs.build.platform != "cpu"
 
     def prefill(self, batch: PrefillBatch) -> Sampled:
-        with self.programs.context():
-            self.state, sampled = self.programs.prefill(self.weights, self.state, batch)
-        return sampled
+        return self.run(self.programs.prefill, batch)
 
     def decode(self, batch: DecodeBatch) -> Sampled:
+        return self.run(self.programs.decode, batch)
+
+    def run(self, program: Any, batch: PrefillBatch | DecodeBatch) -> Sampled:
+        processors = self.processors if batch.has_processors else None
         with self.programs.context():
-            self.state, sampled = self.programs.decode(self.weights, self.state, batch)
+            self.state, processors, sampled = program(self.weights, self.state, batch, processors)
+        if processors is not None:
+            self.processors = processors
         return sampled
+
+    def set_processors(self, sequence: Sequence) -> None:
+        """Write the state of a sequence's logits processors into its slot."""
+        vocab_size = self.programs.config.vocab_size
+        row = ProcessorState.from_sequence(sequence, vocab_size)
+        with self.programs.context():
+            if self.processors is None:
+                self.processors = self.programs.init_processors(self.cache_config.slots, vocab_size)
+            slot = np.int32(sequence.slot)
+            self.processors = self.programs.set_processors(self.processors, slot, row)
 
     def batch_builder(self) -> BatchBuilder:
         block_size = self.cache_config.tokens_per_page

@@ -54,7 +54,8 @@ from maxtext.inference.processing import (
 )
 from maxtext.inference.programs import Programs
 from maxtext.inference.requests import Completion, GenerationRequest
-from maxtext.inference.sampling import SamplingParams
+from maxtext.inference.sampling import derive_seed, fold_seed
+from maxtext.inference.sampling_params import SamplingParams
 from maxtext.inference.shapes import next_power_of_two
 from maxtext.inference.warmup import warmup_requests
 from maxtext.layers.context import BuildContext
@@ -208,6 +209,7 @@ class LLM(AdapterMethods):
         ignore_eos: bool = False,
         stop: str | Sequence[str] = (),
         adapter: str | None | Sequence[str | None] = None,
+        **options: Any,
     ) -> Any:
         """Complete prompts: text for a text, a list for a list of texts; lists of ids for lists of
         ids; for an array of ids [B, S] the array of new ids [B, up to max_new_tokens], where a
@@ -216,7 +218,7 @@ class LLM(AdapterMethods):
 
         A completion ends with the model's end-of-sequence token, unless `ignore_eos`, and before
         any of the texts in `stop`. `adapter` is one name for all prompts or a list with one for
-        each, as in `GenerationRequest`.
+        each, as in `GenerationRequest`. `options` are other fields of `SamplingParams`.
         """
         params = SamplingParams(
             temperature=temperature,
@@ -226,6 +228,7 @@ class LLM(AdapterMethods):
             seed=seed,
             stop=(stop,) if isinstance(stop, str) else tuple(stop),
             ignore_eos=ignore_eos,
+            **options,
         )
         is_list = isinstance(prompts, list | tuple)
         is_single = (
@@ -353,7 +356,7 @@ class LLM(AdapterMethods):
         adapter = self.adapters.find(request.adapter)
         request = prepare_request(request, self.config, self.tokenizer, self.eos_ids)
         if (reason := engine.reject_reason(request)) is not None:
-            raise UserError(reason)
+            raise reason
         processor = OutputProcessor(index, request, self.tokenizer)
         engine.add_request(index, request, adapter)
         return processor
@@ -463,4 +466,4 @@ def prompt_seed(seed: int, index: int) -> int:
     """The seed of a prompt in a list. The first prompt has the seed itself, as if it were alone."""
     if index == 0:
         return seed
-    return int(np.random.SeedSequence([seed % 2**32, index]).generate_state(1)[0])
+    return derive_seed(fold_seed(seed), index)

@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from maxtext.common.errors import UserError
 from maxtext.configs.types import MaxTextConfig
 from maxtext.inference.detokenizer import Detokenizer
 from maxtext.inference.requests import Completion, GenerationRequest
 from maxtext.inference.sequence import StepOutput
+from maxtext.inference.validation import RequestError
 from maxtext.tokenizers import Tokenizer
 
 NO_TOKENIZER = "this model came without a tokenizer"
@@ -41,21 +41,38 @@ def prepare_request(
     eos_ids: Sequence[int],
 ) -> GenerationRequest:
     """The request as the engine takes it: token ids, and the model's end-of-sequence ids among the
-    stop ids. Raises UserError if the request is malformed.
+    stop ids. Raises RequestError if the request is malformed.
     """
     request = tokenize(request, tokenizer)
     prompt, params = request.prompt, request.params
     if isinstance(prompt, str):
-        raise UserError(f"{NO_TOKENIZER}: give token ids instead of text")
+        raise RequestError(f"{NO_TOKENIZER}: give token ids instead of text", "prompt")
     if not isinstance(prompt, Sequence | np.ndarray) or not all(map(is_token_id, prompt)):
-        raise UserError(f"a prompt is text or token ids, whole numbers, not {str(prompt)[:80]}")
+        raise RequestError(
+            f"a prompt is text or token ids, whole numbers, not {str(prompt)[:80]}", "prompt"
+        )
     if not is_token_id(params.max_new_tokens):
-        raise UserError(
-            f"max_new_tokens={params.max_new_tokens} must be a whole number of at least 1"
+        raise RequestError(
+            f"max_new_tokens={params.max_new_tokens} must be a whole number of at least 1",
+            "max_new_tokens",
         )
     check_positions(config, len(prompt) + params.max_new_tokens)
     if params.stop and tokenizer is None:
-        raise UserError(f"{NO_TOKENIZER}, so it cannot match `stop` texts: leave `stop` out")
+        raise RequestError(
+            f"{NO_TOKENIZER}, so it cannot match `stop` texts: leave `stop` out", "stop"
+        )
+    outside = next((token for token in params.logit_bias if token >= config.vocab_size), None)
+    if outside is not None:
+        raise RequestError(
+            f"logit_bias has token {outside}, which is outside the vocabulary, 0 to "
+            f"{config.vocab_size - 1}",
+            "logit_bias",
+        )
+    if params.min_tokens > params.max_new_tokens:
+        raise RequestError(
+            f"min_tokens={params.min_tokens} exceeds max_new_tokens={params.max_new_tokens}",
+            "min_tokens",
+        )
     if not params.ignore_eos:
         stop_token_ids = (*params.stop_token_ids, *eos_ids)
         params = replace(params, stop_token_ids=stop_token_ids)
@@ -63,10 +80,13 @@ def prepare_request(
 
 
 def check_positions(config: MaxTextConfig, length: int) -> None:
-    """Raise UserError if a sequence is longer than the learned position embeddings."""
+    """Raise RequestError if a sequence is longer than the learned position embeddings."""
     positions = config.trainable_position_size
     if 0 < positions < length:
-        raise UserError(f"{length} tokens exceed the {positions} positions that this model learned")
+        raise RequestError(
+            f"{length} tokens exceed the {positions} positions that this model learned",
+            code="context_length_exceeded",
+        )
 
 
 class OutputProcessor:
@@ -78,7 +98,9 @@ class OutputProcessor:
         self.detokenizer = None
         if tokenizer is not None:
             prompt_ids = [int(token) for token in request.prompt]
-            self.detokenizer = Detokenizer(tokenizer, prompt_ids, request.params.stop)
+            self.detokenizer = Detokenizer(
+                tokenizer, prompt_ids, self.params.stop, self.params.include_stop_str_in_output
+            )
         self.token_ids: list[int] = []
         self.log_probs: list[float] = []
 
@@ -97,11 +119,17 @@ class OutputProcessor:
             self.log_probs += output.log_probs[start : start + size]
             if self.detokenizer is None:
                 continue
-            shown = [token for token in new if token not in self.params.stop_token_ids]
-            text_delta += self.detokenizer.add(shown, last)
+            shown = [token for token in new if not self.is_hidden(token)]
+            too_early = len(self.token_ids) <= self.params.min_tokens
+            text_delta += self.detokenizer.add(shown, last, ignore_stop=too_early)
             if self.detokenizer.stopped:
                 return text_delta, "stop"
         return text_delta, output.finish_reason
+
+    def is_hidden(self, token: int) -> bool:
+        """Whether a token ends the completion and is not part of its text."""
+        params = self.params
+        return token in params.stop_token_ids and not params.include_stop_str_in_output
 
     def completion(self, finish_reason: str, error: str | None) -> Completion:
         return Completion(

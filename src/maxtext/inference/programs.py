@@ -5,7 +5,8 @@ complete. `decode` extends all active slots by several tokens, in one loop on th
 becomes inactive by itself at its last position or with one of its stop ids.
 
 A token depends on its own sequence, seed and position only: programs differ in shapes and in what
-they skip, never in what they compute. Shapes: N slots, R rows of a batch, C tokens of a row,
+they skip, never in what they compute. Programs of batches in which a request uses logits processors
+also take and return the state of these. Shapes: N slots, R rows of a batch, C tokens of a row,
 T decode steps, V vocabulary.
 """
 
@@ -20,6 +21,7 @@ import jax.numpy as jnp
 
 from maxtext.configs.types import MaxTextConfig
 from maxtext.inference.batches import MAX_DECODE_STEPS, DecodeBatch, PrefillBatch
+from maxtext.inference.logits_processors import ProcessorState, process_logits
 from maxtext.inference.model_runner import (
     CachedModelRunner,
     ModelRunner,
@@ -27,7 +29,8 @@ from maxtext.inference.model_runner import (
     is_paged,
     select_caches,
 )
-from maxtext.inference.sampling import BatchedSamplingParams, SamplingMode, sample
+from maxtext.inference.sampling import BatchedSamplingParams, sample
+from maxtext.inference.sampling_params import SamplingMode
 from maxtext.layers.cache import CacheConfig
 from maxtext.layers.context import REFERENCE, BuildContext
 from maxtext.layers.inputs import LayerInputs
@@ -99,11 +102,20 @@ class Programs:
 
     @cached_property
     def prefill(self) -> Any:
-        return jax.jit(self.run_prefill, donate_argnums=1)
+        return jax.jit(self.run_prefill, donate_argnums=(1, 3))
 
     @cached_property
     def decode(self) -> Any:
-        return jax.jit(self.run_decode, donate_argnums=1)
+        return jax.jit(self.run_decode, donate_argnums=(1, 3))
+
+    @cached_property
+    def init_processors(self) -> Any:
+        return jax.jit(ProcessorState.zeros, static_argnums=(0, 1))
+
+    @cached_property
+    def set_processors(self) -> Any:
+        """The state of the processors with another row in a slot."""
+        return jax.jit(ProcessorState.set_rows, donate_argnums=0)
 
     @cached_property
     def read_caches(self) -> Any:
@@ -138,10 +150,14 @@ class Programs:
         )
 
     def run_prefill(
-        self, weights: Any, state: EngineState, batch: PrefillBatch
-    ) -> tuple[EngineState, Sampled]:
-        """The state with the tokens of the batch in it, and the first token [R] of the prompts that
-        are complete.
+        self,
+        weights: Any,
+        state: EngineState,
+        batch: PrefillBatch,
+        processors: ProcessorState | None = None,
+    ) -> tuple[EngineState, ProcessorState | None, Sampled]:
+        """The states with the tokens of the batch in them, and the first token [R] of the prompts
+        that are complete.
         """
         # A shared row has one segment more than prompts: the padding after them.
         max_segments = 0 if batch.segments is None else batch.slots.shape[0] + 1
@@ -158,9 +174,18 @@ class Programs:
             weights, state.caches, batch.token_ids, inputs, batch.slots
         )
         next_positions = at_last_token(batch.positions, inputs) + 1
+        rows = None if processors is None else processors.rows(batch.slots)
         sampled, active = sample_next(
-            logits, next_positions, batch.params, batch.mode, batch.log_probs, batch.is_complete
+            logits,
+            next_positions,
+            batch.params,
+            mode=batch.mode,
+            log_probs=batch.log_probs,
+            active=batch.is_complete,
+            processors=rows,
         )
+        if processors is not None and rows is not None:
+            processors = processors.set_rows(batch.slots, rows.add_tokens(sampled[0]))
 
         def write(old: jax.Array, new: jax.Array) -> jax.Array:
             return old.at[batch.slots].set(new, mode="drop")
@@ -173,14 +198,19 @@ class Programs:
         adapter_ids = state.adapter_ids
         if batch.adapter_ids is not None:
             adapter_ids = write(adapter_ids, batch.adapter_ids)
-        return EngineState(
+        state = EngineState(
             caches, token_ids, positions=positions, params=params, adapter_ids=adapter_ids
-        ), sampled
+        )
+        return state, processors, sampled
 
     def run_decode(
-        self, weights: Any, state: EngineState, batch: DecodeBatch
-    ) -> tuple[EngineState, Sampled]:
-        """The state after `num_steps` more tokens, and the tokens [T, N], or [T, R] if the batch
+        self,
+        weights: Any,
+        state: EngineState,
+        batch: DecodeBatch,
+        processors: ProcessorState | None = None,
+    ) -> tuple[EngineState, ProcessorState | None, Sampled]:
+        """The states after `num_steps` more tokens, and the tokens [T, N], or [T, R] if the batch
         selects R slots.
         """
         positions = jnp.where(batch.finished_mask, INACTIVE, state.positions)
@@ -198,6 +228,9 @@ class Programs:
                 params=params,
                 adapter_ids=adapter_ids,
             )
+        rows = processors
+        if processors is not None and batch.slots is not None:
+            rows = processors.rows(batch.slots)
         shape = (MAX_DECODE_STEPS, state.token_ids.shape[0])
         sampled: Sampled = (
             jnp.full(shape, NO_TOKEN, jnp.int32),
@@ -205,32 +238,40 @@ class Programs:
         )
 
         def has_next(carry: tuple) -> jax.Array:
-            step, state, _ = carry
+            step, state, *_ = carry
             return (step < batch.num_steps) & jnp.any(state.positions >= 0)
 
         def decode_step(carry: tuple) -> tuple:
-            step, state, sampled = carry
-            state, new = self.decode_one_token(weights, state, batch)
+            step, state, rows, sampled = carry
+            state, new = self.decode_one_token(weights, state, batch, rows)
+            if rows is not None:
+                rows = rows.add_tokens(new[0])
             sampled = jax.tree.map(lambda tokens, row: tokens.at[step].set(row), sampled, new)
-            return step + 1, state, sampled
+            return step + 1, state, rows, sampled
 
-        carry = (jnp.int32(0), state, sampled)
+        carry = (jnp.int32(0), state, rows, sampled)
         if batch.static_steps:
-            _, state, sampled = jax.lax.fori_loop(
+            _, state, rows, sampled = jax.lax.fori_loop(
                 0, batch.static_steps, lambda _, carry: decode_step(carry), carry
             )
         else:
-            _, state, sampled = jax.lax.while_loop(has_next, decode_step, carry)
+            _, state, rows, sampled = jax.lax.while_loop(has_next, decode_step, carry)
+        if processors is not None and rows is not None:
+            processors = rows if batch.slots is None else processors.set_rows(batch.slots, rows)
         if batch.slots is not None:
             token_ids = all_slots.token_ids.at[batch.slots].set(state.token_ids, mode="drop")
             positions = all_slots.positions.at[batch.slots].set(state.positions, mode="drop")
             state = replace(
                 all_slots, caches=state.caches, token_ids=token_ids, positions=positions
             )
-        return state, sampled
+        return state, processors, sampled
 
     def decode_one_token(
-        self, weights: Any, state: EngineState, batch: DecodeBatch
+        self,
+        weights: Any,
+        state: EngineState,
+        batch: DecodeBatch,
+        processors: ProcessorState | None,
     ) -> tuple[EngineState, Sampled]:
         inputs = LayerInputs(
             state.positions[:, None],
@@ -245,9 +286,10 @@ class Programs:
             logits,
             state.positions + 1,
             state.params,
-            batch.mode,
-            batch.log_probs,
-            state.positions >= 0,
+            mode=batch.mode,
+            log_probs=batch.log_probs,
+            active=state.positions >= 0,
+            processors=processors,
         )
         positions = jnp.where(active, state.positions + 1, INACTIVE)
         return replace(state, caches=caches, token_ids=sampled[0], positions=positions), sampled
@@ -265,17 +307,23 @@ def sample_next(
     logits: jax.Array,
     positions: jax.Array,
     params: BatchedSamplingParams,
+    *,
     mode: SamplingMode,
     log_probs: bool,
     active: jax.Array,
+    processors: ProcessorState | None = None,
 ) -> tuple[Sampled, jax.Array]:
     """Sample from logits [B, V] the token at `positions` [B] of each active row. Returns the tokens
-    with their log-probabilities, and which rows stay active.
+    with their log-probabilities, and which rows stay active. `processors` has the rows of the
+    logits.
     """
     keys = jax.vmap(lambda seed, position: jax.random.fold_in(jax.random.key(seed), position))(
         params.seed, positions
     )
-    tokens = sample(logits, keys, params, mode)
+    processed = logits
+    if processors is not None:
+        processed = process_logits(logits, processors, params, positions)
+    tokens = sample(processed, keys, params, mode)
     token_log_probs = None
     if log_probs:
         all_log_probs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from maxtext.inference.sampling import SamplingParams
+from maxtext.inference.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True)

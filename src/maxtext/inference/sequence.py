@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from maxtext.inference.sampling import SamplingParams
+from maxtext.inference.sampling_params import SamplingParams
 
 
 @dataclass(eq=False)
@@ -35,6 +35,11 @@ class Sequence:
     def last_position(self) -> int:
         """The position of the last token that may be sampled."""
         return len(self.prompt_ids) + self.params.max_new_tokens - 1
+
+    @property
+    def min_position(self) -> int:
+        """The position of the first token that may end the sequence."""
+        return len(self.prompt_ids) + self.params.min_tokens
 
     @property
     def num_remaining(self) -> int:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from maxtext.configs.types import MaxTextConfig
 from maxtext.inference.batches import MAX_DECODE_STEPS
 from maxtext.inference.requests import GenerationRequest
-from maxtext.inference.sampling import SamplingParams
+from maxtext.inference.sampling_params import SamplingParams
 from maxtext.inference.shapes import next_power_of_two, row_tokens
 
 

@@ -9,7 +9,7 @@ from maxtext.configs.types import MaxTextConfig
 from maxtext.inference.engine import InferenceEngine
 from maxtext.inference.programs import Programs
 from maxtext.inference.requests import GenerationRequest
-from maxtext.inference.sampling import SamplingParams
+from maxtext.inference.sampling_params import SamplingParams
 from maxtext.models.transformer import build_context
 from maxtext.sharding.state import on_device
 from maxtext.tokenizers import Tokenizer, load_tokenizer

@@ -1,0 +1,113 @@
+"""Checks of the fields of a request, shared by `LLM`, `maxtext batch` and the server.
+
+Every error is a `RequestError`: one sentence that begins with the name of the field, which is also
+its `param`.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from numbers import Integral, Real
+from typing import Any
+
+from maxtext.common.errors import UserError
+
+MAX_SHOWN = 60  # characters of a value in a message
+
+
+class RequestError(UserError):
+    """A request that cannot be served. `param` is the field that is wrong, if it is one field;
+    `code` identifies errors that clients handle, such as context_length_exceeded.
+    """
+
+    def __init__(self, message: str, param: str | None = None, code: str | None = None):
+        super().__init__(message)
+        self.param = param
+        self.code = code
+
+
+def shorten(value: Any) -> str:
+    """A value as JSON where it has one, cut to MAX_SHOWN characters."""
+    try:
+        text = json.dumps(value)
+    except (TypeError, ValueError):
+        text = repr(value)
+    return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 1]}…"
+
+
+def check_number(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise RequestError(f"{name} must be a number, not {shorten(value)}", name)
+
+
+def check_whole_number(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise RequestError(f"{name} must be a whole number, not {shorten(value)}", name)
+
+
+def check_bool(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise RequestError(f"{name} must be true or false, not {shorten(value)}", name)
+
+
+def check_range(name: str, value: Any, low: float, high: float, whole: bool = False) -> None:
+    """Raise RequestError unless a value is a number from `low` to `high`; NaN is none."""
+    check_whole_number(name, value) if whole else check_number(name, value)
+    if not low <= value <= high:
+        kind = "a whole number" if whole else "a number"
+        limits = f"of at least {low:g}" if math.isinf(high) else f"from {low:g} to {high:g}"
+        raise RequestError(f"{name}={str(value)[:MAX_SHOWN]} must be {kind} {limits}", name)
+
+
+def check_texts(name: str, value: Any, max_count: int, max_length: int) -> tuple[str, ...]:
+    """A text or a list of texts as a tuple. Raises RequestError if one is empty or too long, or if
+    there are too many.
+    """
+    texts = (value,) if isinstance(value, str) else value
+    is_list = isinstance(texts, list | tuple)
+    if not is_list or not all(isinstance(text, str) and text for text in texts):
+        raise RequestError(f"{name} must be a text or a list of texts, none of them empty", name)
+    if len(texts) > max_count:
+        raise RequestError(f"{name} has {len(texts)} texts: {max_count} are the most", name)
+    longest = max(map(len, texts), default=0)
+    if longest > max_length:
+        raise RequestError(
+            f"{name} has a text of {longest} characters: {max_length} are the most", name
+        )
+    return tuple(texts)
+
+
+def check_token_ids(name: str, value: Any) -> tuple[int, ...]:
+    is_list = isinstance(value, list | tuple)
+    if not is_list or not all(map(is_id, value)):
+        raise RequestError(f"{name} must be a list of token ids, not {shorten(value)}", name)
+    return tuple(int(token) for token in value)
+
+
+def check_logit_bias(name: str, value: Any, limit: float) -> dict[int, float]:
+    """Biases by token id; JSON has the ids as texts."""
+    if not isinstance(value, Mapping):
+        raise RequestError(
+            f'{name} must be an object such as {{"50256": -100}}, not {shorten(value)}', name
+        )
+    biases = {}
+    for token, bias in value.items():
+        is_text = isinstance(token, str) and token.isascii() and token.isdigit()
+        if not is_text and not is_id(token):
+            raise RequestError(f"{name} has the key {shorten(token)}, which is no token id", name)
+        if (
+            isinstance(bias, bool)
+            or not isinstance(bias, Real)
+            or not -limit <= float(bias) <= limit
+        ):
+            raise RequestError(
+                f"{name} of token {shorten(token)} must be a number from {-limit:g} to {limit:g}, "
+                f"not {shorten(bias)}",
+                name,
+            )
+        biases[int(token)] = float(bias)
+    return biases
+
+
+def is_id(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 0
