@@ -74,6 +74,36 @@ CASES = {
         ["offline_data_dir=logits", "distill_beta=1"],
         ["distill_beta=1.0 (command line) would do nothing: it needs a teacher that runs"],
     ),
+    "divergence from a teacher that is not there": (
+        ["use_gkd=true"],
+        ["use_gkd=True (command line) would do nothing: it needs a teacher that runs"],
+    ),
+    "two losses of a teacher": (
+        ["teacher_overrides.model_name=llama2-7b", "use_gkd=true", "distill_alpha=0.3"],
+        ["distill_alpha=0.3", "the divergence is the only loss of GKD"],
+    ),
+    "sampling without prompts": (
+        ["teacher_overrides.model_name=llama2-7b", "use_gkd=true", "packing=false"],
+        ["sft_train_on_completion_only=true", "or gkd_lambda=0"],
+    ),
+    "sampling for packed rows": (
+        [
+            "teacher_overrides.model_name=llama2-7b",
+            "use_gkd=true",
+            "use_sft=true",
+            "sft_train_on_completion_only=true",
+        ],
+        ["samples one completion for each row: set packing=false"],
+    ),
+    "length of completions that nobody samples": (
+        [
+            "teacher_overrides.model_name=llama2-7b",
+            "use_gkd=true",
+            "gkd_lambda=0",
+            "gkd_max_new_tokens=5",
+        ],
+        ["gkd_max_new_tokens=5", "it needs use_gkd=true and gkd_lambda above 0"],
+    ),
     "distillation of preferences": (
         ["teacher_overrides.model_name=llama2-7b", "use_dpo=true", "packing=false"],
         ["use_dpo and teacher_overrides exclude each other"],

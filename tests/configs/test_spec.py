@@ -42,6 +42,13 @@ ADDED_KEYS = {
         "lora_restore_path",
         "max_adapters",
     ],
+    "GeneralizedDistillation": [
+        "use_gkd",
+        "gkd_lambda",
+        "gkd_beta",
+        "gkd_max_new_tokens",
+        "gkd_seq_kd",
+    ],
 }
 # Filled by base.yml; the type's own default is empty.
 BASE_ONLY = {"logical_axis_rules", "data_sharding"}

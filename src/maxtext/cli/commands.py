@@ -51,6 +51,7 @@ teacher_overrides.load_parameters_path=DIR    the teacher, with the same tokeniz
 teacher_overrides.KEY=VALUE                   any other key of the teacher alone
 distill_alpha=A                               weight of the teacher's logits, 0 to 1
 distill_temperature=T                         of both softmaxes
+use_gkd=true                                  learn from completions that the student samples
 offline_data_dir=DIR                          instead of a teacher: its logits, written before
 FILE                                          default: the preset distill""",
     ),

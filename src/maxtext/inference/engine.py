@@ -47,10 +47,13 @@ class InFlightStep:
 
 class InferenceEngine:
     """Generates for up to `slots` requests at a time, each of up to `length` tokens, with weights
-    in the layout of `programs.template`.
+    in the layout of `programs.template`. `timed`: a decode program has as many steps as fit into
+    STEP_SECONDS; otherwise the programs that run depend on the requests alone.
     """
 
-    def __init__(self, programs: Programs, weights: Any, slots: int, length: int):
+    def __init__(
+        self, programs: Programs, weights: Any, slots: int, length: int, timed: bool = True
+    ):
         config, build = programs.config, programs.build
         self.requested_size = slots, length
         fast_single_row = build.decode_rows == 1 or config.quantization == "int8"
@@ -77,7 +80,7 @@ class InferenceEngine:
         self.max_steps = MAX_DECODE_STEPS  # of a decode program, by the time that a step takes
         self.collected_at = 0.0
         # All processes must dispatch the same programs, so time may not decide.
-        self.timed = jax.process_count() == 1
+        self.timed = timed and jax.process_count() == 1
         self.leased = False
         self.failed = False
 

@@ -70,11 +70,15 @@ class TrainDataLoader:
             self.host_batch = self.host_batch or padding_batch(
                 self.context, self.streams, batch_size_at(config, 0)
             )
-        full_rows = config.global_batch_size_to_train_on
-        fields = shard_batch(self.context, self.host_batch, self.streams, full_rows)
+        batch = self.to_device(self.host_batch)
         if jax.process_count() > 1:
-            fields[STOP_FLAG] = fill_per_device(self.context, flag)
-        return DeviceBatch(fields, max_segments(self.host_batch))
+            batch.fields[STOP_FLAG] = fill_per_device(self.context, flag)
+        return batch
+
+    def to_device(self, batch: Batch) -> DeviceBatch:
+        full_rows = self.context.config.global_batch_size_to_train_on
+        fields = shard_batch(self.context, batch, self.streams, full_rows)
+        return DeviceBatch(fields, max_segments(batch))
 
     def request_stop(self) -> bool:
         """Ask all processes to stop, by the flag of the next batch. False if this process is the

@@ -79,7 +79,7 @@ class Distillation(LanguageModel):
         teacher_x, teacher_aux = self.run_layers(
             self.teacher_config, self.teacher_template, reference, batch, None
         )
-        now = loss_weights(self.config, step)
+        now = self.loss_weights(step)
         sums = self.head_sums(
             weights,
             reference,
@@ -88,8 +88,7 @@ class Distillation(LanguageModel):
             batch,
             now["distill_temperature"],
         )
-        alpha = now["distill_alpha"]
-        loss = alpha * sums["soft_loss"] + (1.0 - alpha) * sums["hard_loss"]
+        loss = self.token_loss(sums, now)
         if self.uses_features:
             layer_aux, features = pop_features(layer_aux, self.config.distill_layer_indices)
             _, teacher_features = pop_features(teacher_aux, self.config.distill_layer_indices)
@@ -105,6 +104,34 @@ class Distillation(LanguageModel):
     @property
     def uses_features(self) -> bool:
         return self.config.distill_beta > 0
+
+    def loss_weights(self, step: jax.Array) -> Sums:
+        """The scheduled values after `step` steps, by key."""
+        return loss_weights(self.config, step)
+
+    def token_sums(
+        self,
+        student_logits: jax.Array,
+        teacher_logits: jax.Array,
+        targets: jax.Array,
+        mask: jax.Array,
+        temperature: jax.Array,
+    ) -> Sums:
+        """Losses and metrics of logits [B, S, V], summed over the learned tokens."""
+        _, metrics = distill(
+            student_logits,
+            teacher_logits,
+            targets,
+            mask,
+            temperature=temperature,
+            tokens=1.0,  # sums instead of means
+        )
+        return {name: metrics[name] for name in TOKEN_SUMS}
+
+    def token_loss(self, sums: Sums, weights: Sums) -> jax.Array:
+        """What is minimized, without features, from `token_sums` and `loss_weights`."""
+        alpha = weights["distill_alpha"]
+        return alpha * sums["soft_loss"] + (1.0 - alpha) * sums["hard_loss"]
 
     def run_layers(
         self,
@@ -137,7 +164,7 @@ class Distillation(LanguageModel):
         batch: Batch,
         temperature: jax.Array,
     ) -> Sums:
-        """TOKEN_SUMS of the outputs of the last layers. The logits of both models exist for
+        """`token_sums` of the outputs of the last layers. The logits of both models exist for
         S / num_vocab_tiling tokens of each row at a time; the backward pass recomputes them."""
         tiles = self.config.num_vocab_tiling
 
@@ -152,15 +179,13 @@ class Distillation(LanguageModel):
 
             def tile(part: tuple[jax.Array, ...]) -> Sums:
                 x, teacher_x, targets, mask = part
-                _, metrics = distill(
+                return self.token_sums(
                     student.logits(student.final_norm(x)),
                     teacher.logits(teacher.final_norm(teacher_x)),
                     targets,
                     mask,
-                    temperature=temperature,
-                    tokens=1.0,  # sums instead of means
+                    temperature,
                 )
-                return {name: metrics[name] for name in TOKEN_SUMS}
 
             return map_tiles(tile, (x, teacher_x, targets, mask), tiles)
 

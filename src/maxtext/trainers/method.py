@@ -9,6 +9,7 @@ from maxtext.sharding import AxisRules
 from maxtext.trainers.adapters import base_template
 from maxtext.trainers.distill_features import check_features
 from maxtext.trainers.distillation import Distillation
+from maxtext.trainers.gkd import GeneralizedDistillation
 from maxtext.trainers.objective import LanguageModel, Objective
 from maxtext.trainers.offline_distillation import OfflineDistillation
 from maxtext.trainers.preference import Preference
@@ -38,7 +39,8 @@ def make_distillation(config: MaxTextConfig, template: Template, rules: AxisRule
     teacher_template = make_template(teacher, build_context(teacher, rules))
     if config.distill_beta > 0:
         check_features(config, teacher)
-    return Distillation(
+    method = GeneralizedDistillation if config.use_gkd else Distillation
+    return method(
         config,
         template,
         teacher_config=teacher,

@@ -88,6 +88,13 @@ class Objective(Protocol):
     def constrain_weights(self, weights: Any) -> Any:
         """The weights after an update, with the equalities that the objective keeps."""
 
+    @property
+    def model_template(self) -> Template:
+        """The model that is trained, as it runs."""
+
+    def model_weights(self, weights: Any, reference: Any) -> Any:
+        """The weights of `model_template`, from the trained ones; under jit."""
+
 
 @dataclass(frozen=True)
 class LanguageModel:
@@ -146,4 +153,11 @@ class LanguageModel:
         return weights
 
     def constrain_weights(self, weights: Any) -> Any:
+        return weights
+
+    @property
+    def model_template(self) -> Template:
+        return self.template
+
+    def model_weights(self, weights: Any, reference: Any) -> Any:
         return weights

@@ -244,6 +244,13 @@ class Preference:
             rows[field] = pairs.reshape(-1, pairs.shape[-1])
         return rows
 
+    @property
+    def model_template(self) -> Template:
+        return self.template
+
+    def model_weights(self, weights: Any, reference: Any) -> Any:
+        return weights
+
     def num_tokens(self, batch: Batch) -> jax.Array:
         fields = (batch["chosen_inputs_segmentation"], batch["rejected_inputs_segmentation"])
         return jnp.sum(jnp.stack(fields) != 0).astype(jnp.float32)

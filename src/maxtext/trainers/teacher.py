@@ -20,6 +20,7 @@ from maxtext.tokenizers.load import open_tokenizer
 # Keys of a run that only its student has.
 STUDENT_KEYS = {
     *types.Distillation.model_fields,
+    *types.GeneralizedDistillation.model_fields,
     *types.Adapters.model_fields,
     *DerivedValues.model_fields,
     "model_name",

@@ -45,6 +45,7 @@ from maxtext.trainers.hooks import Evaluate, Profile, Record, TrainingFailed
 from maxtext.trainers.init_state import initial_weights, with_reference
 from maxtext.trainers.loop import STOPPED_ELSEWHERE, Hook, Loop
 from maxtext.trainers.memory import state_bytes, step_bytes, warn_if_too_large
+from maxtext.trainers.on_policy import on_policy_step
 from maxtext.trainers.reference_logps import load_or_compute
 from maxtext.trainers.restore import Start, find_start, frozen_checksum
 from maxtext.trainers.run_context import RunContext
@@ -124,7 +125,7 @@ def train_locked(
                 closing.callback(save.close)
             loop = Loop(
                 state,
-                step_cache,
+                on_policy_step(context, step_cache, data_loader, start.step, checkpoint),
                 data_loader=data_loader,
                 key=key,
                 steps=config.steps,

@@ -10,11 +10,17 @@ SCHEDULED = ("alpha", "temperature", "beta")
 
 in_range(0, 1, "distill_alpha", "distill_alpha_end")
 in_range(0, None, "distill_beta", "distill_beta_end")
+in_range(0, 1, "gkd_lambda", "gkd_beta")
 
 
 def distills(settings: Settings) -> bool:
     """Whether the model learns from a teacher."""
     return bool(settings.teacher_overrides or settings.offline_data_dir)
+
+
+def samples_completions(settings: Settings) -> bool:
+    """Whether training samples completions, from the student or from its teacher."""
+    return settings.use_gkd and (settings.gkd_lambda > 0 or settings.gkd_seq_kd)
 
 
 inert_unless(
@@ -38,6 +44,19 @@ inert_unless(
     "distill_student_weights_share_map",
 )
 inert_unless(
+    lambda s: not s.use_gkd,
+    "use_gkd=false, since the divergence is the only loss of GKD",
+    "distill_alpha",
+    "distill_alpha_end",
+    "distill_alpha_schedule",
+    "distill_beta",
+    "distill_beta_end",
+    "distill_beta_schedule",
+)
+inert_unless(lambda s: s.teacher_overrides, "a teacher that runs: set teacher_overrides", "use_gkd")
+inert_unless(lambda s: s.use_gkd, "use_gkd=true", "gkd_lambda", "gkd_beta", "gkd_seq_kd")
+inert_unless(samples_completions, "use_gkd=true and gkd_lambda above 0", "gkd_max_new_tokens")
+inert_unless(
     lambda s: s.distill_beta > 0,
     "distill_beta above 0",
     "distill_feature_loss_type",
@@ -57,6 +76,25 @@ def distillation_is_the_only_method(settings: Settings) -> str | None:
     others = ("use_dpo", "use_grpo", "teacher_overrides", "offline_data_dir")
     chosen = [key for key in others if getattr(settings, key)]
     return f"{' and '.join(chosen)} exclude each other: keep one" if len(chosen) > 1 else None
+
+
+@rule("use_gkd")
+def prompts_are_known(settings: Settings) -> str | None:
+    if not samples_completions(settings):
+        return None
+    if not (settings.use_sft and settings.sft_train_on_completion_only):
+        return (
+            "use_gkd=true samples completions of prompts, which the rows of use_sft=true and "
+            "sft_train_on_completion_only=true have: set both, or gkd_lambda=0"
+        )
+    if settings.packing:
+        return "use_gkd=true samples one completion for each row: set packing=false"
+    if settings.capacity_factor > 0:
+        return (
+            f"capacity_factor={settings.capacity_factor:g} lets experts drop tokens, so that a "
+            "sampled completion would depend on the others of its batch: set -1"
+        )
+    return None
 
 
 @rule("distill_temperature")

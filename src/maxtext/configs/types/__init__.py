@@ -65,6 +65,7 @@ class Settings(
     Preferences,
     Adapters,
     Distillation,
+    GeneralizedDistillation,
     TrainingLoop,
     ManifoldConstrainedHyperConnections,
     DilocoParams,

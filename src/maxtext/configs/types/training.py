@@ -127,3 +127,13 @@ class Distillation(Group):
     distill_weights_copy_map: dict[str, Any] = Field(default_factory=dict)
     distill_student_weights_share_map: dict[str, Any] = Field(default_factory=dict)
     student_params_to_update: None | list = None
+
+
+class GeneralizedDistillation(Group):
+    """GKD: a divergence from the teacher, on completions that the student samples."""
+
+    use_gkd: bool = False
+    gkd_lambda: float = 0.5
+    gkd_beta: float = 0.5
+    gkd_max_new_tokens: PositiveInt = 128
+    gkd_seq_kd: bool = False
