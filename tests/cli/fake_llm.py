@@ -5,6 +5,7 @@ are sampled.
 import itertools
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -75,7 +76,9 @@ class FakeLLM:
         while batch := list(itertools.islice(requests, IN_FLIGHT)):
             for index, request in reversed(batch):
                 self.requests.append(request)
-                yield self.complete(index, request)
+                completion = self.complete(index, request)
+                for choice in range(1 if completion.error else request.params.n):
+                    yield replace(completion, choice=choice)
 
     def complete(self, index, request):
         if max(request.prompt) >= 259 or min(request.prompt) < 0:

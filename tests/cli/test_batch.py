@@ -157,6 +157,7 @@ BAD = {
     ),
     '{"messages": [{"role": "user", "content": ["a"]}]}': "messages[0].content must be text",
     '{"prompt": "a", "temperature": -1}': "temperature=-1",
+    '{"prompt": "a", "n": 129}': "n=129 must be a whole number from 1 to 128",
     '{"prompt": "a", "min_p": 1.5}': "min_p=1.5 must be a number from 0 to 1",
     '{"prompt": "a", "presence_penalty": 3}': "presence_penalty=3 must be a number from -2 to 2",
     '{"prompt": "a", "frequency_penalty": "1"}': "frequency_penalty must be a number",
@@ -263,6 +264,16 @@ def test_full_disk_is_a_user_error(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="cannot be written: No space left"):
         results.write(next(read_lines(path)), {"text": "a"})
     results.close()
+
+
+def test_choices_are_one_line(tmp_path, folder, loaded):
+    write_requests(
+        tmp_path / "in.jsonl", {"prompt": "ab", "n": 3, "id": 7}, {"prompt": [9999], "n": 2}
+    )
+    assert batch(tmp_path) == 0
+    results = read_results(tmp_path)
+    assert results[0] == {"id": 7, "choices": [{"text": "ba", "finished": "length"}] * 3}
+    assert results[1]["finished"] == "error"
 
 
 def test_log_probabilities_come_with_token_ids(tmp_path, folder, loaded):

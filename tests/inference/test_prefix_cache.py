@@ -155,11 +155,12 @@ def test_shared_blocks_are_free_after_the_last_reference():
     check_consistent(cache)
 
 
-def test_without_capacity_nothing_is_cached():
+def test_without_capacity_only_blocks_in_use_are_shared():
     cache, store = cache_with_store(4)
     table = run(cache, store, [1, 2, 3, 4])
-    assert cached_length(cache, [1, 2, 3, 4]) == 0
+    assert cached_length(cache, [1, 2, 3, 4]) == 4
     cache.free(table)
+    assert cached_length(cache, [1, 2, 3, 4]) == 0
     assert cache.num_on_device == cache.num_in_host == 0
     assert store.reads == []
 

@@ -130,8 +130,6 @@ class SlowCache:
         return prefixes
 
     def insert(self, tokens, blocks, snapshot):
-        if not self.max_idle_blocks and not self.max_host_blocks:
-            return
         prefixes = self.prefixes(tokens, len(tokens))
         for prefix, block in zip(prefixes, blocks, strict=False):
             entry = self.entries.setdefault(prefix, Entry(None))
@@ -281,7 +279,7 @@ def test_random_requests(settings, seed):
         assert cache.num_on_device == len(slow.cached_blocks())
         assert cache.num_in_host == len(slow.in_host())
     assert num_failed > 20
-    assert (num_reused > 500) == cache.enabled
+    assert num_reused > (500 if cache.enabled else 0)
     for sequence in sequences:
         cache.free(sequence.blocks)
     check_consistent(cache)

@@ -138,7 +138,9 @@ def complete_all(
     from maxtext.inference import SamplingParams
 
     params = SamplingParams.from_config(session.config, log_probs=session.config.return_log_prob)
-    running: dict[int, tuple[Line, dict[str, Any]]] = {}  # by the index of the request
+    # By the index of the request: its line, and the completions that it still has to get.
+    running: dict[int, tuple[Line, dict[str, Any]]] = {}
+    choices: dict[int, list[Any]] = {}
     indices = itertools.count()
     results.begin()
 
@@ -162,17 +164,32 @@ def complete_all(
             yield request
 
     for completion in session.llm.completions(read_requests()):
-        line, record = running.pop(completion.index)
-        result = result_record(completion, record, session.config.return_log_prob)
-        finish(line, record, result, len(completion.token_ids))
+        finished = choices.setdefault(completion.index, [])
+        finished.append(completion)
+        line, record = running[completion.index]
+        if len(finished) < record.get("n", 1) and not completion.error:
+            continue
+        del running[completion.index], choices[completion.index]
+        result = result_record(finished, record, session.config.return_log_prob)
+        finish(line, record, result, sum(len(each.token_ids) for each in finished))
     if running:
         raise UserError(f"{len(running)} requests were not completed: run the same command again")
 
 
-def result_record(completion: Any, record: dict[str, Any], log_probs: bool) -> dict[str, Any]:
-    """A line of the results: text for a text prompt, ids for a prompt of ids."""
-    if completion.error:
-        return {"finished": "error", "error": completion.error}
+def result_record(
+    completions: list[Any], record: dict[str, Any], log_probs: bool
+) -> dict[str, Any]:
+    """A line of the results: the completion, or with n > 1 a list of them."""
+    failed = next((each for each in completions if each.error), None)
+    if failed is not None:
+        return {"finished": "error", "error": failed.error}
+    completions = sorted(completions, key=lambda completion: completion.choice)
+    records = [completion_record(completion, record, log_probs) for completion in completions]
+    return records[0] if record.get("n", 1) == 1 else {"choices": records}
+
+
+def completion_record(completion: Any, record: dict[str, Any], log_probs: bool) -> dict[str, Any]:
+    """Text for a text prompt, ids for a prompt of ids."""
     is_text = not isinstance(record.get("prompt"), list)
     result: dict[str, Any] = {"text": completion.text} if is_text else {}
     if log_probs:

@@ -30,6 +30,7 @@ SAMPLING_FIELDS = (
     "ignore_eos",
     "min_tokens",
     "include_stop_str_in_output",
+    "n",
 )
 FIELDS = ("prompt", "messages", "id", "max_new_tokens", *SAMPLING_FIELDS, "seed", "adapter")
 MAX_DEPTH = 100  # of nested lists and objects: Python's JSON reader and writer have a limit, too

@@ -218,8 +218,8 @@ class InferenceEngine:
         complete = [(row, seq) for row, (seq, _) in enumerate(chunks) if seq.is_decoding]
         if complete:
             self.in_flight.append(InFlightStep(sampled, tuple(complete), 0, time.monotonic()))
-        if self.prefix_cache.enabled:
-            for sequence, _ in chunks:
+        for sequence, _ in chunks:
+            if self.scheduler.uses_prefix_cache(sequence):
                 self.cache_prefix(sequence)
 
     def decode(self) -> list[StepOutput]:

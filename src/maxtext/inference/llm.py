@@ -45,7 +45,6 @@ from maxtext.inference.loading import (
     split_caches,
 )
 from maxtext.inference.processing import (
-    OutputProcessor,
     check_positions,
     is_token_id,
     prepare_request,
@@ -53,10 +52,12 @@ from maxtext.inference.processing import (
     tokenize,
 )
 from maxtext.inference.programs import Programs
-from maxtext.inference.requests import Completion, GenerationRequest
+from maxtext.inference.requests import Completion, CompletionDelta, GenerationRequest
 from maxtext.inference.sampling import derive_seed, fold_seed
 from maxtext.inference.sampling_params import SamplingParams
+from maxtext.inference.session import EngineSession, PreparedRequest
 from maxtext.inference.shapes import next_power_of_two
+from maxtext.inference.validation import RequestError
 from maxtext.inference.warmup import warmup_requests
 from maxtext.layers.context import BuildContext
 from maxtext.layers.lora import split_adapter
@@ -213,7 +214,8 @@ class LLM(AdapterMethods):
     ) -> Any:
         """Complete prompts: text for a text, a list for a list of texts; lists of ids for lists of
         ids; for an array of ids [B, S] the array of new ids [B, up to max_new_tokens], where a
-        shorter row is padded with its last id. The ids of a single prompt need no outer list.
+        shorter row is padded with its last id. The ids of a single prompt need no outer list. With
+        n > 1, there are n such results for each prompt: a list, or an axis after the first.
         Prompt and completion have at most max_target_length tokens together.
 
         A completion ends with the model's end-of-sequence token, unless `ignore_eos`, and before
@@ -236,19 +238,21 @@ class LLM(AdapterMethods):
             or (is_list and len(prompts) > 0 and all(map(is_token_id, prompts)))
             or (not is_list and np.ndim(prompts) == 1)
         )
-        completions = self.complete_all([prompts] if is_single else prompts, params, adapter)
-        if isinstance(prompts, str) or is_list:
-            results = [
-                completion.text if isinstance(prompt, str) else list(completion.token_ids)
-                for prompt, completion in zip(
-                    [prompts] if is_single else prompts, completions, strict=True
-                )
-            ]
-            return results[0] if is_single else results
-        width = max(len(completion.token_ids) for completion in completions)
-        rows = [list(completion.token_ids) for completion in completions]
-        padded = np.array([row + row[-1:] * (width - len(row)) for row in rows], np.int32)
-        return padded[0] if is_single else padded
+        rows = [prompts] if is_single else prompts
+        completions = self.complete_all(rows, params, adapter)
+        is_text = [isinstance(prompt, str) for prompt in rows for _ in range(params.n)]
+        results: Any = [
+            completion.text if text else list(completion.token_ids)
+            for text, completion in zip(is_text, completions, strict=True)
+        ]
+        if not isinstance(prompts, str) and not is_list:
+            width = max(map(len, results))
+            results = np.array([row + row[-1:] * (width - len(row)) for row in results], np.int32)
+        if params.n > 1:
+            starts = range(0, len(results), params.n)
+            results = [results[start : start + params.n] for start in starts]
+            results = results if isinstance(prompts, str) or is_list else np.stack(results)
+        return results[0] if is_single else results
 
     def complete_all(
         self,
@@ -256,7 +260,8 @@ class LLM(AdapterMethods):
         params: SamplingParams,
         adapter: str | None | Sequence[str | None] = None,
     ) -> list[Completion]:
-        """The completion of each prompt, in order. Raises UserError if one cannot be served."""
+        """The `n` completions of each prompt, in order. Raises UserError if one cannot be
+        served."""
         requests = []
         prompts = list(prompts)
         names = [adapter] * len(prompts) if adapter is None or isinstance(adapter, str) else adapter
@@ -269,10 +274,10 @@ class LLM(AdapterMethods):
             requests.append(GenerationRequest(prompt, replace(params, seed=seed), names[index]))
         if not requests:
             raise UserError("there are no prompts: give at least one")
-        completions = sorted(self.completions(requests), key=lambda completion: completion.index)
+        completions = sorted(self.completions(requests), key=lambda each: (each.index, each.choice))
         for completion in completions:
             if completion.error is not None:
-                prefix = f"prompt {completion.index}: " if len(completions) > 1 else ""
+                prefix = f"prompt {completion.index}: " if len(prompts) > 1 else ""
                 raise UserError(f"{prefix}{completion.error}")
         return completions
 
@@ -294,11 +299,16 @@ class LLM(AdapterMethods):
         self, request: GenerationRequest
     ) -> Iterator[tuple[str, Completion | None]]:
         """(text delta, None) while one request is running, then ("", its completion)."""
-        yield from self.run([request], slots=1, length=self.config.max_target_length)
+        if request.params.n > 1:
+            raise RequestError(f"n={request.params.n} completions cannot be one text stream", "n")
+        for delta in self.run([request], slots=1, length=self.config.max_target_length):
+            yield delta.text, None
+            if delta.completion is not None:
+                yield "", delta.completion
 
     def completions(self, requests: Iterable[GenerationRequest]) -> Iterator[Completion]:
-        """The completions of requests, in the order in which they finish. A request that cannot be
-        served has a completion with its error; the others go on.
+        """The completions of requests, `n` for each, in the order in which they finish. A request
+        that cannot be served has one completion with its error; the others go on.
 
         An iterator is read as slots become free, and per_device_batch_size requests a device run at
         a time. A list may run more at a time, up to what fits in memory, unless prefixes are cached
@@ -309,57 +319,42 @@ class LLM(AdapterMethods):
             requests = [tokenize(request, self.tokenizer) for request in requests]
             lengths = [size for size in map(sequence_length, requests) if size <= length]
             length = min(length, next_power_of_two(max([1, *lengths])))
-            wanted = next_power_of_two(max(len(requests), 1))
+            wanted = next_power_of_two(max(sum(request.params.n for request in requests), 1))
             slots = fit_slots(self.programs, min(wanted, max(slots, MAX_SLOTS)), length)
-        for _, completion in self.run(requests, slots, length):
-            if completion is not None:
-                yield completion
+        for delta in self.run(requests, slots, length):
+            if delta.completion is not None:
+                yield delta.completion
 
     def run(
         self, requests: Iterable[GenerationRequest], slots: int, length: int
-    ) -> Iterator[tuple[str, Completion | None]]:
-        """Run requests through the engine: (text delta, None) as text becomes final, and
-        ("", completion) when a request is finished.
-        """
+    ) -> Iterator[CompletionDelta]:
+        """Run requests through the engine: what each step adds to their completions."""
         source = enumerate(requests)
-        running: dict[int, OutputProcessor] = {}
         exhausted = False
         engine = self.engine_for(slots, length)
         with engine.lease():
-            while running or not exhausted:
+            session = EngineSession(engine, self.tokenizer)
+            while session.has_unfinished or not exhausted:
                 while not exhausted and engine.wants_requests:
                     index, request = next(source, (-1, None))
                     if request is None:
                         exhausted = True
                         break
                     try:
-                        running[index] = self.submit(engine, index, request)
+                        session.add(index, self.prepare(engine, request))
                     except UserError as error:
                         text = None if self.tokenizer is None else ""
-                        yield "", Completion(index, (), text, "error", str(error))
-                for output in engine.step():
-                    processor = running.get(output.request_id)
-                    if processor is None:
-                        continue  # a stop text has ended it
-                    text_delta, finish_reason = processor.add(output)
-                    yield text_delta, None
-                    if finish_reason:
-                        del running[output.request_id]
-                        if output.finish_reason is None:
-                            engine.abort(output.request_id)
-                        yield "", processor.completion(finish_reason, output.error)
+                        failed = Completion(index, (), text, "error", str(error))
+                        yield CompletionDelta(index, 0, "", completion=failed)
+                yield from session.step()
 
-    def submit(
-        self, engine: InferenceEngine, index: int, request: GenerationRequest
-    ) -> OutputProcessor:
-        """Add a request to the engine. Raises UserError if it cannot be served."""
+    def prepare(self, engine: InferenceEngine, request: GenerationRequest) -> PreparedRequest:
+        """The request as an engine takes it. Raises UserError if it cannot be served."""
         adapter = self.adapters.find(request.adapter)
-        request = prepare_request(request, self.config, self.tokenizer, self.eos_ids)
-        if (reason := engine.reject_reason(request)) is not None:
+        prepared = prepare_request(request, self.config, self.tokenizer, self.eos_ids)
+        if (reason := engine.reject_reason(prepared)) is not None:
             raise reason
-        processor = OutputProcessor(index, request, self.tokenizer)
-        engine.add_request(index, request, adapter)
-        return processor
+        return PreparedRequest(prepared, request, adapter)
 
     def engine_for(self, slots: int, length: int) -> InferenceEngine:
         """The engine for `slots` sequences of up to `length` tokens at a time. It is reused, with

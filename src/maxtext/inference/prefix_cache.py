@@ -116,8 +116,9 @@ class PrefixCache:
     """Allocates the blocks of a pool, and finds those that hold the prefix of a request.
 
     `max_idle_blocks` cached blocks without references stay on the device, and `max_host_blocks`
-    more in host memory; with neither, nothing is cached. `snapshots`: the model also has a state of
-    fixed size, so a request can only resume from a prefix with a snapshot of that state.
+    more in host memory; with neither, sequences share only blocks in use. `snapshots`: the model
+    also has a state of fixed size, so a request can only resume from a prefix with a snapshot of
+    that state.
     """
 
     def __init__(
@@ -237,8 +238,6 @@ class PrefixCache:
         state after the full blocks; the first one that is inserted stays.
         """
         assert snapshot is None or self.snapshots, "this cache has no snapshots"
-        if not self.enabled:
-            return
         node, keys = self.root, self.block_keys(tokens, len(tokens), adapter)
         assert len(blocks) >= len(keys), f"{len(tokens)} tokens exceed {len(blocks)} blocks"
         for key, block in zip(keys, blocks, strict=False):

@@ -8,7 +8,7 @@ import numpy as np
 
 from maxtext.configs.types import MaxTextConfig
 from maxtext.inference.detokenizer import Detokenizer
-from maxtext.inference.requests import Completion, GenerationRequest
+from maxtext.inference.requests import Completion, CompletionDelta, GenerationRequest
 from maxtext.inference.sequence import StepOutput
 from maxtext.inference.validation import RequestError
 from maxtext.tokenizers import Tokenizer
@@ -90,11 +90,23 @@ def check_positions(config: MaxTextConfig, length: int) -> None:
 
 
 class OutputProcessor:
-    """Turns the step outputs of one request into text deltas and a Completion."""
+    """Turns the step outputs of one choice of a request into deltas and a Completion.
 
-    def __init__(self, index: int, request: GenerationRequest, tokenizer: Tokenizer | None):
+    `request` is what `prepare_request` returned for `original`.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        choice: int,
+        original: GenerationRequest,
+        request: GenerationRequest,
+        tokenizer: Tokenizer | None,
+    ):
         self.index = index
+        self.choice = choice
         self.params = request.params
+        self.stop_token_ids = original.params.stop_token_ids  # without end-of-sequence ids
         self.detokenizer = None
         if tokenizer is not None:
             prompt_ids = [int(token) for token in request.prompt]
@@ -104,8 +116,24 @@ class OutputProcessor:
         self.token_ids: list[int] = []
         self.log_probs: list[float] = []
 
-    def add(self, output: StepOutput) -> tuple[str, str | None]:
-        """The text delta of a step, and the finish reason if the request is finished."""
+    def add(self, output: StepOutput) -> CompletionDelta:
+        """What a step adds, with the completion if that is finished now."""
+        start = len(self.token_ids)
+        text, finish_reason = self.add_tokens(output)
+        completion = None
+        if finish_reason is not None:
+            completion = self.completion(finish_reason, output.error)
+        return CompletionDelta(
+            index=self.index,
+            choice=self.choice,
+            text=text,
+            token_ids=tuple(self.token_ids[start:]),
+            log_probs=tuple(self.log_probs[start:]),
+            completion=completion,
+        )
+
+    def add_tokens(self, output: StepOutput) -> tuple[str, str | None]:
+        """The text delta of a step, and the finish reason if the completion is finished."""
         tokens = output.sampled_tokens
         # One token at a time where a stop text may match: the completion ends with the token that
         # completes it.
@@ -131,6 +159,13 @@ class OutputProcessor:
         params = self.params
         return token in params.stop_token_ids and not params.include_stop_str_in_output
 
+    @property
+    def stop_reason(self) -> str | int | None:
+        if self.detokenizer is not None and self.detokenizer.stopped:
+            return self.detokenizer.stop_text
+        last = self.token_ids[-1] if self.token_ids else None
+        return last if last in self.stop_token_ids else None
+
     def completion(self, finish_reason: str, error: str | None) -> Completion:
         return Completion(
             index=self.index,
@@ -139,4 +174,6 @@ class OutputProcessor:
             finish_reason=finish_reason,
             error=error,
             log_probs=tuple(self.log_probs),
+            choice=self.choice,
+            stop_reason=self.stop_reason if finish_reason in ("stop", "end") else None,
         )

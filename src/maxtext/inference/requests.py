@@ -18,10 +18,11 @@ class GenerationRequest:
 
 @dataclass(frozen=True)
 class Completion:
-    """The result of a request.
+    """The result of a request, or one of the `n` results of a request with `n` choices.
 
     `finish_reason` is "end" (an end-of-sequence or stop token), "stop" (a stop text), "length" or
-    "error"; `error` then says what is wrong with the request.
+    "error"; `error` then says what is wrong with the request. `stop_reason` is the text of `stop`
+    or the id of `stop_token_ids` that ended it.
     """
 
     index: int  # of the request, in the order in which requests were read
@@ -30,3 +31,17 @@ class Completion:
     finish_reason: str
     error: str | None = None
     log_probs: tuple[float, ...] = ()  # of each token, if the request asked for them
+    choice: int = 0  # which of the n completions
+    stop_reason: str | int | None = None
+
+
+@dataclass(frozen=True)
+class CompletionDelta:
+    """What a step adds to a completion. The last delta of a completion comes with it."""
+
+    index: int
+    choice: int
+    text: str
+    token_ids: tuple[int, ...] = ()
+    log_probs: tuple[float, ...] = ()
+    completion: Completion | None = None

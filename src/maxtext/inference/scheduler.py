@@ -73,6 +73,13 @@ class Scheduler:
                 self.waiting.remove(sequence)
                 self.blocked = False
 
+    def uses_prefix_cache(self, sequence: Sequence) -> bool:
+        """Whether a sequence looks for its prefix in the cache, and inserts its prompt. Choices of
+        one request share the blocks of their prompt even if prefixes are not cached otherwise.
+        """
+        shares_blocks = sequence.shares_prompt and not self.contiguous and not self.cache.snapshots
+        return self.cache.enabled or shares_blocks
+
     # Admission.
 
     def admit(self) -> list[tuple[Sequence, Any]]:
@@ -82,11 +89,12 @@ class Scheduler:
         restored = []
         while self.waiting and self.free_slots and not self.blocked:
             sequence = self.waiting[0]
-            if self.cache.enabled and self.shares_first_block(sequence):
+            uses_cache = self.uses_prefix_cache(sequence)
+            if uses_cache and self.shares_first_block(sequence):
                 break  # once the other is prefilled, they share their common prefix
             match = (
                 self.cache.match(sequence.token_ids, sequence.adapter_version)
-                if self.cache.enabled
+                if uses_cache
                 else None
             )
             matched = list(match.blocks) if match else []

@@ -28,6 +28,11 @@ class Sequence:
         self.token_ids = list(self.prompt_ids)
 
     @property
+    def shares_prompt(self) -> bool:
+        """Whether other choices of the same request have the same prompt."""
+        return self.params.n > 1
+
+    @property
     def is_decoding(self) -> bool:
         return self.num_computed >= self.prefill_length
 

@@ -1,0 +1,87 @@
+"""The requests of one lease of an engine: text and choices around token ids.
+
+`EngineSession` starts the sequences of a request, one for each of its `n` choices, turns their
+step outputs into text deltas, and ends them at stop texts. `LLM` and `AsyncEngine` run on it.
+"""
+
+import itertools
+from dataclasses import dataclass, replace
+
+from maxtext.inference.adapters import LoadedAdapter
+from maxtext.inference.engine import InferenceEngine
+from maxtext.inference.processing import OutputProcessor
+from maxtext.inference.requests import Completion, CompletionDelta, GenerationRequest
+from maxtext.inference.sampling import derive_seed, fold_seed
+from maxtext.tokenizers import Tokenizer
+
+
+@dataclass(frozen=True)
+class PreparedRequest:
+    """A request that the engine can serve: a prompt of token ids, and stop ids with the model's
+    end-of-sequence ids among them. `original` is the request as it came.
+    """
+
+    request: GenerationRequest
+    original: GenerationRequest
+    adapter: LoadedAdapter | None = None
+
+
+class EngineSession:
+    """`add` requests at any time, and call `step` while there are unfinished ones."""
+
+    def __init__(self, engine: InferenceEngine, tokenizer: Tokenizer | None):
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self.sequence_ids = itertools.count()
+        self.processors: dict[int, OutputProcessor] = {}  # by the id of the sequence
+        self.sequences: dict[int, set[int]] = {}  # unfinished, by the id of the request
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self.processors)
+
+    def add(self, request_id: int, prepared: PreparedRequest) -> None:
+        request = prepared.request
+        self.sequences[request_id] = set()
+        for choice in range(request.params.n):
+            seed = choice_seed(request.params.seed, choice)
+            sequence_id = next(self.sequence_ids)
+            self.processors[sequence_id] = OutputProcessor(
+                request_id, choice, prepared.original, request, self.tokenizer
+            )
+            self.sequences[request_id].add(sequence_id)
+            params = replace(request.params, seed=seed)
+            self.engine.add_request(sequence_id, replace(request, params=params), prepared.adapter)
+
+    def abort(self, request_id: int) -> None:
+        """Drop a request: its slots and blocks are free at once. An unknown id is ignored."""
+        for sequence_id in self.sequences.pop(request_id, ()):
+            del self.processors[sequence_id]
+            self.engine.abort(sequence_id)
+
+    def step(self) -> list[CompletionDelta]:
+        """Run a step of the engine, and return what it adds to each choice."""
+        deltas = []
+        for output in self.engine.step():
+            processor = self.processors.get(output.request_id)
+            if processor is None:
+                continue  # a stop text has ended it
+            delta = processor.add(output)
+            deltas.append(delta)
+            if delta.completion is not None:
+                if output.finish_reason is None:
+                    self.engine.abort(output.request_id)
+                self.finish(output.request_id, delta.completion)
+        return deltas
+
+    def finish(self, sequence_id: int, completion: Completion) -> None:
+        del self.processors[sequence_id]
+        unfinished = self.sequences[completion.index]
+        unfinished.remove(sequence_id)
+        if not unfinished:
+            del self.sequences[completion.index]
+
+
+def choice_seed(seed: int, choice: int) -> int:
+    """The seed of a choice. The first has the seed itself, as if it were alone."""
+    return seed if choice == 0 else derive_seed(fold_seed(seed), 0, choice)

@@ -1,0 +1,89 @@
+"""Requests with several choices, stop reasons, and what the choices share."""
+
+import numpy as np
+import pytest
+
+from maxtext import LLM
+from maxtext.inference import GenerationRequest, SamplingParams
+
+EXACT = {"dtype": "float32", "weight_dtype": "float32", "matmul_precision": "highest"}
+pytestmark = pytest.mark.usefixtures("few_programs")
+HOT = {"temperature": 2.0, "ignore_eos": True, "max_new_tokens": 6}
+
+
+def test_choices(llm, ids):
+    """Each choice is what a request of its own with that seed gives, whatever else is running. The
+    first has the seed of the request.
+    """
+    prompt = ids[0].tolist()
+    alone = llm.generate(prompt, seed=5, **HOT)
+    choices = llm.generate(prompt, seed=5, n=4, **HOT)
+    assert choices[0] == alone
+    assert len({tuple(choice) for choice in choices}) == 4
+    other = GenerationRequest(ids[1].tolist(), SamplingParams(seed=9, n=3, **HOT))
+    request = GenerationRequest(prompt, SamplingParams(seed=5, n=4, **HOT))
+    completions = [each for each in llm.completions([other, request]) if each.index == 1]
+    completions.sort(key=lambda completion: completion.choice)
+    assert [completion.choice for completion in completions] == [0, 1, 2, 3]
+    assert [list(completion.token_ids) for completion in completions] == choices
+
+
+@pytest.mark.slow
+def test_shapes_of_results(llm, ids):
+    prompts = ids[:2].tolist()
+    nested = llm.generate(prompts, n=2, **HOT)
+    assert [len(choices) for choices in nested] == [2, 2]
+    array = llm.generate(ids[:2], n=2, **HOT)
+    assert isinstance(array, np.ndarray)
+    assert array.tolist() == nested
+    texts = llm.generate("w5 w9", n=2, **HOT)
+    assert len(texts) == 2
+    assert all(isinstance(text, str) for text in texts)
+    assert texts[0] == llm.generate("w5 w9", **HOT)
+
+
+@pytest.mark.slow
+def test_choices_share_the_blocks_of_their_prompt(folder):
+    """Without a prefix cache from request to request. 18 tokens have 4 full blocks."""
+    llm = LLM.load(
+        folder,
+        **EXACT,
+        attention="paged",
+        pagedattn_tokens_per_page=4,
+        pagedattn_num_pages=24,
+        per_device_batch_size=8,
+        max_target_length=32,
+    )
+    prompt = list(range(5, 23))
+    request = GenerationRequest(prompt, SamplingParams(n=6, seed=1, **HOT))
+    choices = sorted(llm.completions(iter([request])), key=lambda each: each.choice)
+    cache = llm.engine.prefix_cache
+    assert cache.hits == 5 * 16
+    assert llm.engine.scheduler.num_preemptions == 0  # six prompts of their own need 30 blocks
+    assert cache.pool.num_referenced == cache.num_on_device == 0
+    dense = LLM.load(folder, **EXACT).generate(prompt, seed=1, n=6, **HOT)
+    assert [list(choice.token_ids) for choice in choices] == dense
+    list(llm.completions(iter([GenerationRequest(prompt, SamplingParams(**HOT))])))
+    assert cache.hits == 5 * 16
+
+
+def test_stop_reasons(llm, ids):
+    prompt = ids[0].tolist()
+    free = llm.generate(prompt, max_new_tokens=8, ignore_eos=True)
+    text = llm.generate("w5 w9", max_new_tokens=12, ignore_eos=True)
+    word = f" {text.split()[2]}"
+
+    def complete(prompt, **params):
+        request = GenerationRequest(prompt, SamplingParams(ignore_eos=True, **params))
+        return next(iter(llm.completions([request])))
+
+    by_id = complete(prompt, max_new_tokens=8, stop_token_ids=[free[4]])
+    assert (by_id.finish_reason, by_id.stop_reason) == ("end", free[4])
+    by_text = complete("w5 w9", max_new_tokens=12, stop=["never", word])
+    assert (by_text.finish_reason, by_text.stop_reason) == ("stop", word)
+    with_stop = complete("w5 w9", max_new_tokens=12, stop=word, include_stop_str_in_output=True)
+    assert with_stop.text == by_text.text + word
+    by_length = complete(prompt, max_new_tokens=3)
+    assert (by_length.finish_reason, by_length.stop_reason) == ("length", None)
+    late = complete("w5 w9", max_new_tokens=12, stop=word, min_tokens=len(by_text.token_ids))
+    assert late.text.startswith(by_text.text + word)
