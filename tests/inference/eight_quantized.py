@@ -13,11 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxtext import LLM
-from maxtext.configs.derive import Devices
 from maxtext.kernels.weight_only import QuantizedWeight
-from maxtext.layers.quantized import quantize_weights
-from maxtext.models.configuration import load
-from maxtext.models.transformer import initial_weights, make_template
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.sharding.layouts import LAYOUTS, MODELS
@@ -68,23 +64,6 @@ def compare(model: str, dtype: str, layout: str) -> dict:
     }
 
 
-def initialization_memory() -> dict:
-    overrides = [
-        "base_emb_dim=128",
-        "base_mlp_dim=512",
-        "base_num_decoder_layers=6",
-        "vocab_size=64",
-        "scan_layers=false",
-    ]
-    config = load(None, overrides, environ={}, devices=Devices(1))
-    template = make_template(config)
-    init = jax.jit(lambda: quantize_weights(template, initial_weights(config), "int8"))
-    return {
-        "temporary_bytes": init.lower().compile().memory_analysis().temp_size_in_bytes,
-        "float_bytes": sum(4 * leaf.size for leaf in jax.tree.leaves(template.weights)),
-    }
-
-
 def is_quantized(leaf: object) -> bool:
     return isinstance(leaf, QuantizedWeight)
 
@@ -92,4 +71,3 @@ def is_quantized(leaf: object) -> bool:
 if __name__ == "__main__":
     for case in CASES:
         print(json.dumps(compare(*case)), flush=True)
-    print(json.dumps(initialization_memory()), flush=True)

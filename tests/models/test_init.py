@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from maxtext.configs.derive import Devices
+from maxtext.layers.quantized import initial_quantizer, quantize_weights
 from maxtext.models.configuration import load
 from maxtext.models.transformer import initial_weights, make_template
 
@@ -49,6 +50,31 @@ def test_another_seed_gives_other_weights(plain):
     ):
         if is_kernel(path) or "embedding" in str(path[-1]):
             assert abs(np.corrcoef(one.ravel(), two.ravel())[0, 1]) < 5 / np.sqrt(one.size)
+
+
+@pytest.mark.parametrize("scanned", [False, True])
+def test_weights_are_quantized_one_at_a_time_as_they_are_created(scanned):
+    words = [*WORDS[:-1], "base_num_decoder_layers=8", f"scan_layers={scanned}"]
+    config = load(None, words, environ={}, devices=Devices(1))
+    template = make_template(config)
+    quantize = initial_quantizer("nf4", 64, head=False)
+    program = jax.jit(lambda: initial_weights(config, loop=True, quantize=quantize)).lower()
+    compiled = program.compile()
+    created = compiled()
+    expected = jax.jit(
+        lambda: quantize_weights(template, initial_weights(config), "nf4", 64, head=False)
+    )()
+    assert jax.tree.structure(created) == jax.tree.structure(expected)
+    for (path, one), two in zip(
+        jax.tree.leaves_with_path(created), jax.tree.leaves(expected), strict=True
+    ):
+        assert (one.shape, one.dtype) == (two.shape, two.dtype)
+        if one.dtype == np.uint8:
+            assert np.mean(np.asarray(one) != np.asarray(two)) < 1e-3, path
+        else:
+            np.testing.assert_allclose(one, two, rtol=1e-5)
+    layer_floats = sum(4 * leaf.size for leaf in jax.tree.leaves(template.weights["layers"])) / 8
+    assert compiled.memory_analysis().temp_size_in_bytes < 4 * layer_floats
 
 
 @pytest.mark.parametrize("loop", [False, True])

@@ -24,7 +24,7 @@ from maxtext.configs.provenance import Layer, Setting
 from maxtext.configs.types import MaxTextConfig
 from maxtext.layers.context import INFERENCE, BuildContext
 from maxtext.layers.parameters import Template
-from maxtext.layers.quantized import abstract_quantized, quantize_weights
+from maxtext.layers.quantized import abstract_quantized, initial_quantizer
 from maxtext.models.configuration import load
 from maxtext.models.transformer import build_context, initial_weights, make_template
 from maxtext.sharding import AxisRules
@@ -90,10 +90,10 @@ def random_weights(config: MaxTextConfig, template: Template, rules: AxisRules) 
         )
     dtype = quantized_weight_dtype(config)
     shardings = rules.shardings(*abstract_quantized(template, dtype))
-    init = jax.jit(
-        lambda: quantize_weights(template, initial_weights(config), dtype), out_shardings=shardings
-    )
-    return init()
+    quantize = initial_quantizer(dtype)
+    return jax.jit(
+        lambda: initial_weights(config, loop=True, quantize=quantize), out_shardings=shardings
+    )()
 
 
 def load_weights(

@@ -20,6 +20,8 @@ from maxtext.common import hash_rng
 from maxtext.layers.context import REFERENCE, BuildContext
 
 Tree = Any
+# quantize(weight, its contracted dimensions, initializer) -> an array, or quantized parts
+Quantize = Callable[[jax.Array, tuple[int, ...], "Initializer"], Any]
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,11 @@ class Initializer:
     dtype: Any
     init_scale: float = 1.0  # variance of a weight times its fan-in
     context: BuildContext = REFERENCE
-    loop: bool = False  # weights of equal layers are created in a loop, see `build_each`
+    # The weights of equal layers are created in a loop: with a copy of the code for each layer, XLA
+    # for GPUs took ten seconds. But then those of all layers exist before any is used.
+    loop: bool = False
+    quantize: Quantize | None = None  # quantizes weights as they are created, one at a time
+    stack_axis: int | None = None  # along which the parameters of several layers will be stacked
     # The native path of the module, for each of the layers that share it.
     paths: tuple[str, ...] = ("",)
 
@@ -71,7 +77,9 @@ class Initializer:
         deviation = math.sqrt(self.init_scale / math.prod(in_shape))
         # The divisor restores the variance that truncation at two deviations takes away.
         unit = self.standard_normal(name, (*in_shape, *out_shape), cut=2.0)
-        values = (unit * deviation / 0.87962566103423978).astype(self.dtype)
+        values: Any = (unit * deviation / 0.87962566103423978).astype(self.dtype)
+        if self.quantize is not None and self.key is not None and contracted:
+            values = self.quantize(values, tuple(contracted), self)
         return nnx.Param(values, axes=tuple(axes), contracted=tuple(contracted))
 
     def normal(
@@ -100,10 +108,16 @@ Make = Callable[[Initializer], nnx.Module]
 def build_stacked(make: Make, initializers: Sequence[Initializer], axis: int) -> nnx.Module:
     """Equal modules as one, whose parameters are stacked along a new dimension "layers" at `axis`
     (or last, if they have fewer dimensions)."""
-    single, weights = abstract_module(make, for_all(initializers))
+    single, weights = abstract_module(make, replace(for_all(initializers), stack_axis=axis))
     axes = jax.tree.map(lambda value: min(axis, value.ndim), single.weights)
     keys = [initializer.key for initializer in initializers if initializer.key is not None]
-    if keys:
+    if keys and initializers[0].quantize is not None:
+        parts = [
+            jnp.moveaxis(leaf, 0, min(axis, leaf.ndim - 1))
+            for leaf in initialize_in_loop(weights, jnp.stack(keys))
+        ]
+        stacked = jax.tree.unflatten(jax.tree.structure(jax.eval_shape(weights, keys[0])), parts)
+    elif keys:
         stacked = jax.vmap(weights, out_axes=axes)(jnp.stack(keys))
     else:
         stacked = jax.tree.map(
@@ -125,10 +139,7 @@ def build_stacked(make: Make, initializers: Sequence[Initializer], axis: int) ->
 
 def build_each(make: Make, initializers: Sequence[Initializer]) -> list[nnx.Module]:
     """Equal modules, each with its own parameters. Inside a program, their initialization is traced
-    once.
-
-    With `Initializer.loop`, the parameters of all modules are initialized in a loop: with a copy of
-    the code for each module, XLA for GPUs took ten seconds. But then all exist before any is used.
+    once, and is a loop if the initializers say so.
     """
     single, weights = abstract_module(make, for_all(initializers))
     if initializers[0].key is None:
@@ -140,18 +151,25 @@ def build_each(make: Make, initializers: Sequence[Initializer]) -> list[nnx.Modu
     if len(initializers) == 1 or initialize is weights or not initializers[0].loop:
         return [single.bind(initialize(initializer.key)) for initializer in initializers]
     keys = jnp.stack([init.key for init in initializers if init.key is not None])
-    leaves = []
-    for i in range(len(jax.tree.leaves(single.weights))):
-        stacked = jax.lax.map(lambda key, i=i: jax.tree.leaves(initialize(key))[i], keys)
-        parts = [
-            jax.lax.index_in_dim(stacked, module, keepdims=False)
-            for module in range(len(initializers))
-        ]
-        # Without the barrier all stacked arrays may exist at once.
-        keys, parts = jax.lax.optimization_barrier((keys, parts))
-        leaves.append(parts)
-    tree = jax.tree.structure(single.weights)
+    leaves = initialize_in_loop(initialize, keys, split=True)
+    tree = jax.tree.structure(jax.eval_shape(initialize, keys[0]))
     return [single.bind(jax.tree.unflatten(tree, module)) for module in zip(*leaves, strict=True)]
+
+
+def initialize_in_loop(
+    initialize: Callable[[jax.Array], Tree], keys: jax.Array, split: bool = False
+) -> list[Any]:
+    """The leaves of `initialize(key)` of all keys, stacked along a new first dimension; with
+    `split`, a list of arrays each. One leaf of one key is computed at a time."""
+    leaves: list[Any] = []
+    for i in range(len(jax.tree.leaves(jax.eval_shape(initialize, keys[0])))):
+        leaf: Any = jax.lax.map(lambda key, i=i: jax.tree.leaves(initialize(key))[i], keys)
+        if split:
+            leaf = [jax.lax.index_in_dim(leaf, j, keepdims=False) for j in range(len(keys))]
+        # Without the barrier all stacked arrays may exist at once.
+        keys, leaf = jax.lax.optimization_barrier((keys, leaf))
+        leaves.append(leaf)
+    return leaves
 
 
 def for_all(initializers: Sequence[Initializer]) -> Initializer:

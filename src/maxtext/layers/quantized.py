@@ -18,7 +18,7 @@ from jax.experimental.layout import Format, Layout
 from maxtext.kernels.weight_only import QuantizedWeight, quantize_weight
 from maxtext.layers.adapters import HEAD
 from maxtext.layers.context import BuildContext
-from maxtext.layers.parameters import Template, Tree
+from maxtext.layers.parameters import Initializer, Quantize, Template, Tree
 
 
 def quantize_weights(
@@ -39,6 +39,20 @@ def quantize_weights(
         weights,
         head,
     )
+
+
+def initial_quantizer(dtype: Any, group: int | None = None, head: bool = True) -> Quantize | None:
+    """For `Initializer.quantize`; the same weights are quantized as in `quantize_weights`."""
+    if dtype is None:
+        return None
+
+    def quantize(values: jax.Array, contracted: tuple[int, ...], initializer: Initializer) -> Any:
+        if not head and initializer.paths == (HEAD,):
+            return values
+        stacked_last = initializer.stack_axis is not None and initializer.stack_axis >= values.ndim
+        return quantize_weight(values, contracted, dtype, group, not head and not stacked_last)
+
+    return quantize
 
 
 def quantize_base(template: Template, weights: Tree, dtype: str, group: int) -> Tree:

@@ -23,7 +23,7 @@ from maxtext.layers.lora import SavedCopies, freeze_base
 from maxtext.layers.mlp import MLPS
 from maxtext.layers.multi_token import MultiToken, MultiTokenSpec
 from maxtext.layers.norms import Norm
-from maxtext.layers.parameters import Initializer, Template
+from maxtext.layers.parameters import Initializer, Quantize, Template
 from maxtext.layers.specs import AttentionSpec, LayerSpec, MlpSpec, NormSpec
 from maxtext.layers.stack import RESIDUAL_AXES, RematTensors, Stack
 from maxtext.models.common import norm_spec
@@ -45,6 +45,7 @@ class Transformer(nnx.Module):
         key: jax.Array | None,
         context: BuildContext,
         loop: bool = False,
+        quantize: Quantize | None = None,
     ):
         initializer = Initializer(
             key=key,
@@ -52,6 +53,7 @@ class Transformer(nnx.Module):
             init_scale=config.dense_init_scale,
             context=context,
             loop=loop,
+            quantize=quantize,
         )
         self.context = context
         self.dtype = config.dtype.value
@@ -327,11 +329,14 @@ def implementations(config: MaxTextConfig, context: BuildContext) -> dict[str, s
 
 
 def initial_weights(
-    config: MaxTextConfig, loop: bool = False, context: BuildContext | None = None
+    config: MaxTextConfig,
+    loop: bool = False,
+    context: BuildContext | None = None,
+    quantize: Quantize | None = None,
 ) -> Any:
     """Fresh weights as a nested dict; to be called under jit, so that they are born where they
-    belong. `loop`: compiled faster, but not to be used one by one. `context`: default, that of a
-    model as checkpoints have it."""
+    belong. `loop` and `quantize` are as in `Initializer`. `context`: default, that of a model as
+    checkpoints have it."""
     key = hash_rng.key_from_seed(config.init_weights_seed)
     context = build_context(config) if context is None else context
-    return nnx.to_pure_dict(nnx.state(Transformer(config, key, context, loop)))
+    return nnx.to_pure_dict(nnx.state(Transformer(config, key, context, loop, quantize)))

@@ -12,7 +12,7 @@ from maxtext.checkpoint.open import Checkpoint, model_param_infos
 from maxtext.checkpoint.peft_folder import read_adapter
 from maxtext.checkpoint.quantized import load_base
 from maxtext.layers.lora import init_magnitudes, join_trees, split_adapter
-from maxtext.layers.quantized import quantize_weights
+from maxtext.layers.quantized import initial_quantizer
 from maxtext.models.transformer import build_context, initial_weights
 from maxtext.sharding import use_rules
 from maxtext.trainers.adapters import base_template
@@ -25,17 +25,13 @@ def adapted_weights(context: RunContext, checkpoint: Checkpoint | None) -> Any:
     with use_rules(context.rules):
         if checkpoint is None:
             shardings = split_adapter(context.shardings.weights)[0]
-
-            def random_base() -> Any:
-                return quantize_weights(
-                    template,
-                    initial_weights(config, loop=True),
-                    config.lora_weight_qtype,
-                    config.lora_tile_size,
-                    head=False,
-                )
-
-            base = jax.jit(random_base, out_shardings=shardings)()
+            quantize = initial_quantizer(
+                config.lora_weight_qtype, config.lora_tile_size, head=False
+            )
+            base = jax.jit(
+                lambda: initial_weights(config, loop=True, quantize=quantize),
+                out_shardings=shardings,
+            )()
         else:
             param_infos = model_param_infos(template, config)
             base = load_base(
