@@ -650,6 +650,34 @@ CASES = {
         ["use_dpo=true", "packing=false", "max_prompt_length=65", "max_target_length=64"],
         ["max_prompt_length=65 leaves no token of max_target_length=64 for a completion"],
     ),
+    "smoothing that a loss does not have": (
+        ["use_dpo=true", "packing=false", "dpo_loss_type=apo_zero", "dpo_label_smoothing=0.1"],
+        ["dpo_label_smoothing=0.1", "it needs dpo_loss_type=sigmoid, robust, simpo, orpo"],
+    ),
+    "most labels are flipped": (
+        ["use_dpo=true", "packing=false", "dpo_loss_type=robust", "dpo_label_smoothing=0.5"],
+        ["dpo_label_smoothing=0.5 is the part of labels that are flipped", "below 0.5"],
+    ),
+    "beta of odds": (
+        ["use_dpo=true", "packing=false", "dpo_loss_type=orpo", "dpo_beta=0.2"],
+        ["dpo_beta=0.2", "other than orpo, whose weight is orpo_lambda"],
+    ),
+    "reference of a loss without one": (
+        ["use_dpo=true", "packing=false", "dpo_loss_type=simpo", "precompute_reference_logps=true"],
+        ["precompute_reference_logps=True", "orpo and simpo have none"],
+    ),
+    "losses of next tokens over pairs": (
+        ["use_dpo=true", "packing=false", "z_loss_multiplier=0.1", "mtp_num_layers=1"],
+        ["z_loss_multiplier=0.1", "mtp_num_layers=1", "losses of use_dpo compare completions"],
+    ),
+    "further tokens of a teacher": (
+        ["offline_data_dir=logits", "mtp_num_layers=1"],
+        ["mtp_num_layers=1", "distillation has no loss of the MTP layers"],
+    ),
+    "update of frozen weights": (
+        ["lora_rank=2", "use_qk_clip=true"],
+        ["use_qk_clip=True", "adapters leave them frozen"],
+    ),
     "mask without rows": (
         ["sft_train_on_completion_only=true"],
         ["sft_train_on_completion_only=True", "it needs use_sft=true"],

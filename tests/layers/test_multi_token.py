@@ -165,7 +165,8 @@ def test_outputs_and_gradients_match_torch(segments):
     np.testing.assert_allclose(dx, leaf.grad, atol=5e-5)
     assert all(np.all(np.isfinite(leaf)) and np.any(leaf) for leaf in jax.tree.leaves(dweights))
     for k in range(1, LAYERS + 1):  # the loss masks are the report's T - k positions
-        _, mask = mtp_targets(jnp.asarray(tokens), jnp.asarray(documents), k)
+        segments = jnp.asarray(documents)
+        _, mask = mtp_targets(jnp.asarray(tokens), segments, segments, k)
         np.testing.assert_array_equal(mask, counted[k - 1])
 
 
@@ -256,15 +257,30 @@ EXPECTED_TARGETS = {
 
 @pytest.mark.parametrize("steps", EXPECTED_TARGETS)
 def test_targets_and_masks(steps):
-    targets, mask = mtp_targets(jnp.asarray(TARGETS), jnp.asarray(DOCUMENTS), steps)
+    segments = jnp.asarray(DOCUMENTS)
+    targets, mask = mtp_targets(jnp.asarray(TARGETS), segments, segments, steps)
     np.testing.assert_array_equal(targets, EXPECTED_TARGETS[steps][0])
     np.testing.assert_array_equal(mask, np.array(EXPECTED_TARGETS[steps][1], bool))
     assert mask.dtype == bool
 
 
 def test_last_position_of_a_row_is_masked():
-    _, mask = mtp_targets(jnp.ones((1, 4), jnp.int32), jnp.ones((1, 4), jnp.int32), 1)
+    ones = jnp.ones((1, 4), jnp.int32)
+    _, mask = mtp_targets(ones, ones, ones, 1)
     np.testing.assert_array_equal(mask, [[True, True, True, False]])
+
+
+def test_first_learned_tokens_of_a_turn_are_targets():
+    """A conversation of a prompt, a reply, a prompt and a reply: position t predicts token t+1+k,
+    whatever the target of t itself is."""
+    learned = jnp.array([[0, 0, 1, 1, 0, 0, 1, 1, 0, 0]])
+    segments = jnp.array([[1, 1, 1, 1, 1, 1, 1, 1, 2, 2]])
+    for steps, expected in {
+        1: [[0, 1, 1, 0, 0, 1, 1, 0, 0, 0]],
+        3: [[1, 0, 0, 1, 1, 0, 0, 0, 0, 0]],
+    }.items():
+        _, mask = mtp_targets(jnp.ones((1, 10), jnp.int32), learned, segments, steps)
+        np.testing.assert_array_equal(mask, np.array(expected, bool))
 
 
 def test_shift_left():

@@ -4,11 +4,19 @@ step and the logits afterwards."""
 import json
 import math
 
+import jax
 import numpy as np
 import pytest
 
 from maxtext import tune
+from maxtext.checkpoint.open import open_checkpoint
 from maxtext.common.errors import ConfigError
+from maxtext.configs.sources import HERE, from_python
+from maxtext.layers.lora import split_adapter
+from maxtext.trainers.configuration import load_run
+from maxtext.trainers.export import trained_llm
+from maxtext.trainers.init_state import initial_weights
+from maxtext.trainers.run_context import RunContext
 from tests.tokenizers.tiny import write_bpe
 
 torch = pytest.importorskip("torch")
@@ -220,3 +228,30 @@ def test_resumed_adapters_equal_an_uninterrupted_run(folder, tmp_path):
     write_bpe(tmp_path / "other", VOCABULARY)
     with pytest.raises(ConfigError, match="name the folder that the run began with"):
         tune.sft(tmp_path / "other", CHATS, steps=3, run_name="resumed", **keys)
+
+
+def test_frozen_base_keeps_the_dtype_of_its_folder(folder, tmp_path):
+    """Adapters train in float32 over bfloat16; a merged export is bfloat16 again. Trained weights
+    have float32 copies."""
+    model = torch_model(folder).to(torch.bfloat16)
+    model.save_pretrained(base := tmp_path / "base")
+    for file in folder.glob("tokenizer*"):
+        (base / file.name).write_bytes(file.read_bytes())
+    checkpoint = open_checkpoint(base)
+    keys = {name: value for name, value in EXACT.items() if name != "weight_dtype"}
+
+    def configure(**more):
+        layer = from_python({"load_parameters_path": str(base), **keys, **more})
+        return load_run(HERE / "sft.yml", layer, checkpoint)
+
+    assert configure().weight_dtype.value == "float32"
+    assert configure(lora_rank=2, weight_dtype="float32").weight_dtype.value == "float32"
+    context = RunContext.from_config(configure(lora_rank=2))
+    weights = initial_weights(context, checkpoint)
+    frozen, adapter = split_adapter(weights)
+    assert {str(leaf.dtype) for leaf in jax.tree.leaves(frozen)} == {"bfloat16"}
+    assert {str(leaf.dtype) for leaf in jax.tree.leaves(adapter)} == {"float32"}
+    llm = trained_llm(context, weights, checkpoint)
+    llm.merge("adapter").save_hf(tmp_path / "merged")
+    merged = open_checkpoint(tmp_path / "merged").source.tensors
+    assert {str(tensor.dtype) for tensor in merged.values()} == {"bfloat16"}

@@ -27,7 +27,8 @@ from maxtext.trainers.run_context import RunContext
 from maxtext.trainers.step import make_eval_step, make_train_step
 from tests.trainers.conftest import CONSTANT_RATE, LENGTH, VOCABULARY, with_defaults
 
-ALPHA, TEMPERATURE, RATE = 0.7, 2.0, 0.05
+ALPHA, TEMPERATURE, RATE, Z_LOSS = 0.7, 2.0, 0.05, 0.01
+WITH_Z_LOSS = f"z_loss_multiplier={Z_LOSS}"
 PROBE = np.arange(1, 25).reshape(2, 12)
 RUN = [
     f"max_target_length={LENGTH}", "per_device_batch_size=8", "dtype=float32", "remat_policy=none",
@@ -121,7 +122,7 @@ def batch(packed):
 @pytest.fixture(scope="module")
 def updated(start, batch):
     """The metrics of one step, and logits of the student after it."""
-    run = start()
+    run = start(WITH_Z_LOSS)
     state, metrics = run.step(run.state(), batch)
     return metrics, run.logits(state.weights, PROBE)
 
@@ -139,7 +140,7 @@ def documents(batch):
 
 def torch_losses(student, teacher, batch):
     """The closed form of each loss, documents one by one."""
-    sums = dict.fromkeys(("kl", "hard_loss", "teacher_loss", "kl_temperature_1"), 0.0)
+    sums = dict.fromkeys(("kl", "hard_loss", "teacher_loss", "kl_temperature_1", "z_loss"), 0.0)
     tokens = 0
     for inputs, targets, mask in documents(batch):
         with torch.no_grad():
@@ -160,12 +161,14 @@ def torch_losses(student, teacher, batch):
             "kl_temperature_1": kl(1.0).detach(),
             "hard_loss": nll(student_logits),
             "teacher_loss": nll(teacher_logits),
+            "z_loss": Z_LOSS * torch.logsumexp(student_logits, -1) ** 2,
         }
         sums = {name: total + (values[name] * mask).sum() for name, total in sums.items()}
         tokens += int(mask.sum())
     means = {name: total / tokens for name, total in sums.items()}
     means["soft_loss"] = TEMPERATURE**2 * means["kl"]
     means["loss"] = ALPHA * means["soft_loss"] + (1 - ALPHA) * means["hard_loss"]
+    means["loss"] = means["loss"] + means["z_loss"]
     return means
 
 
@@ -192,7 +195,7 @@ def test_update_of_packed_masked_rows_equals_torch(models, updated, batch):
     ids=lambda overrides: overrides[0],
 )
 def test_memory_settings_do_not_change_the_update(start, updated, batch, overrides):
-    run = start(*overrides)
+    run = start(WITH_Z_LOSS, *overrides)
     state, metrics = run.step(run.state(), batch)
     for name in ("loss", "soft_loss", "hard_loss", "teacher_loss", "kl", "distill_alpha"):
         assert metrics[name] == pytest.approx(updated[0][name], rel=1e-5), name

@@ -187,7 +187,13 @@ def test_mtp_loss(make_bench, packed, quickly):
     total = count = 0.0
     for step, logits in enumerate(quickly(further)(bench.state.weights, packed), start=1):
         targets, mask = map(
-            np.asarray, mtp_targets(packed["targets"], packed["targets_segmentation"], step)
+            np.asarray,
+            mtp_targets(
+                packed["targets"],
+                packed["targets_segmentation"],
+                packed["inputs_segmentation"],
+                step,
+            ),
         )
         logits = np.asarray(logits, np.float64)
         logits -= logits.max(-1, keepdims=True)

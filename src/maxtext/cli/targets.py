@@ -4,12 +4,12 @@ import os
 
 from maxtext.cli.train import open_model_checkpoint
 from maxtext.common.errors import ConfigError
-from maxtext.configs import ledger, sources
+from maxtext.configs import sources
 from maxtext.configs.derive import Devices
-from maxtext.configs.load import base_values, peek_setting
+from maxtext.configs.load import peek_setting
 from maxtext.configs.types import MaxTextConfig
-from maxtext.models.configuration import load
 from maxtext.sharding.topology import Target, disable_tpu_discovery, find_target
+from maxtext.trainers.configuration import load_run
 
 
 def load_for_target(
@@ -32,14 +32,12 @@ def load_for_target(
     try:
         devices = Devices(target.count, target.slices, platform=target.platform)
         checkpoint = open_model_checkpoint(path, layer)
-        model = checkpoint.settings if checkpoint else None
-        config = load(path, layer, devices=devices, model=model)
+        config = load_run(path, layer, checkpoint, devices)
     except ConfigError as error:
         problems = list(error.problems)
         if any("devices" in problem or "slices" in problem for problem in problems):
             problems.append(f"the target is {target}")
         raise ConfigError(*problems) from error
-    ledger.refuse_unsupported_model(config, base_values())
     if topology and config.compile_topology_num_slices != target.slices:
         raise ConfigError(
             f"--slices {slices} and compile_topology_num_slices="

@@ -9,10 +9,9 @@ from maxtext.cli import arguments
 from maxtext.common import log, processes, signals
 from maxtext.common.errors import ConfigError
 from maxtext.common.supervise import die_with_launcher
-from maxtext.configs import fields, ledger, sources
+from maxtext.configs import fields, sources
 from maxtext.configs.load import base_values, peek_setting
 from maxtext.configs.types import MaxTextConfig
-from maxtext.models.configuration import load
 
 if TYPE_CHECKING:
     from maxtext.checkpoint.open import Checkpoint
@@ -45,8 +44,9 @@ def run(args: list[str]) -> int:
     layer = sources.from_overrides(overrides)
     world = processes.start(process_settings(path, layer))
     checkpoint = open_model_checkpoint(path, layer)
-    config = load(path, layer, model=checkpoint.model_layer if checkpoint else None)
-    ledger.refuse_unsupported_model(config, base_values())
+    from maxtext.trainers.configuration import load_run
+
+    config = load_run(path, layer, checkpoint)
     check_has_data(config)
     if config.elastic_enabled and processes.FULL_PROCESSES not in os.environ:
         raise ConfigError(

@@ -141,11 +141,15 @@ def fill_defaults(settings: Layer, environ: Mapping[str, str]) -> None:
         weights = settings["load_parameters_path"].value
         name = derive.run_name(model, "" if fields.is_none(weights) else str(weights), environ)
         settings["run_name"] = Setting(name, Source("derived", origin))
+    is_fine_tuning = any(
+        fields.validated(key, settings[key].value) is True for key in ("use_sft", "use_dpo")
+    )
     if settings["steps"].value == -1:  # the schedule's length; the range check refuses -1 for both
-        settings["steps"] = Setting(
-            settings["learning_rate_schedule_steps"].value, Source("derived")
+        length = settings["learning_rate_schedule_steps"].value
+        by_epochs = is_fine_tuning and length == -1
+        settings["steps"] = (
+            sources.base_layer()["steps"] if by_epochs else Setting(length, Source("derived"))
         )
-    is_fine_tuning = settings["use_sft"].value is True or settings["use_dpo"].value is True
     steps, epochs = settings["steps"], settings["num_epoch"]
     if is_fine_tuning and steps.source.is_user and epochs.source.kind == "default":
         # Data for fine-tuning is small: it is repeated as often as the steps need.

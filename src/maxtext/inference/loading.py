@@ -55,15 +55,26 @@ def resolve_config(
     if (positions := checkpoint.settings.get("trainable_position_size")) is not None:
         defaults |= derived("max_target_length", positions.value, "learned positions")
     bfloat16 = derived("weight_dtype", "bfloat16", "the checkpoint")
-    dtypes = {np.dtype(tensor.dtype).name for tensor in checkpoint.source.tensors.values()}
-    if dtypes == {"bfloat16"}:
+    if tensor_dtypes(checkpoint) == {"bfloat16"}:
         defaults |= bfloat16
     config = load(path, defaults | overrides, model=checkpoint.settings)
-    if dtypes == {"bfloat16", "float32"} and bfloat16:
-        param_infos = model_param_infos(make_template(config), config)
-        if is_bfloat16(checkpoint.weights(config, param_infos), param_infos):
-            config = load(path, defaults | bfloat16 | overrides, model=checkpoint.settings)
+    if bfloat16.keys() - defaults.keys() and has_bfloat16_weights(checkpoint, config):
+        config = load(path, defaults | bfloat16 | overrides, model=checkpoint.settings)
     return config
+
+
+def tensor_dtypes(checkpoint: Checkpoint) -> set[str]:
+    return {np.dtype(tensor.dtype).name for tensor in checkpoint.source.tensors.values()}
+
+
+def has_bfloat16_weights(checkpoint: Checkpoint, config: MaxTextConfig) -> bool:
+    """Whether all weights of a checkpoint are bfloat16, except those whose dtype no key sets.
+    `config`: that of its model."""
+    dtypes = tensor_dtypes(checkpoint)
+    if dtypes != {"bfloat16", "float32"}:
+        return dtypes == {"bfloat16"}
+    param_infos = model_param_infos(make_template(config), config)
+    return is_bfloat16(checkpoint.weights(config, param_infos), param_infos)
 
 
 def inference_context(config: MaxTextConfig, rules: AxisRules) -> BuildContext:

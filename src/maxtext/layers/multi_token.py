@@ -150,15 +150,20 @@ def next_tokens(tokens: jax.Array, segments: jax.Array | None, steps: int) -> ja
 
 
 def mtp_targets(
-    targets: jax.Array, targets_segmentation: jax.Array, steps: int
+    targets: jax.Array,
+    targets_segmentation: jax.Array,
+    inputs_segmentation: jax.Array,
+    steps: int,
 ) -> tuple[jax.Array, jax.Array]:
     """The targets of layer `steps` [B, S], and the mask of the loss, bool [B, S].
 
-    The mask is true if the target `steps` positions later exists and is in the same document.
-    Masked targets (segmentation 0) end a document, too.
+    The mask is true if the target `steps` positions later is learned (targets_segmentation is not
+    0) and in the document of this position. The target of this position itself need not be
+    learned: the first learned tokens of a turn follow a prompt.
     """
-    segments = shift_left(targets_segmentation, steps)
-    return shift_left(targets, steps), (segments == targets_segmentation) & (segments != 0)
+    in_document = shift_left(inputs_segmentation, steps) == inputs_segmentation
+    is_learned = shift_left(targets_segmentation, steps) != 0
+    return shift_left(targets, steps), in_document & is_learned
 
 
 def count_accepted(

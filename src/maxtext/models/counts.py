@@ -1,7 +1,7 @@
 """Parameter and FLOP counts of a model.
 
-Logits count, the embedding look-up does not; a training step is three forward passes;
-rematerialization is not counted.
+Logits count, the embedding look-up does not; a training step of all weights is three forward
+passes; rematerialization is not counted.
 """
 
 import math
@@ -46,6 +46,11 @@ PART_ORDER = (
 )
 
 
+# The names of parameters that multiply activations, and the parts whose parameters do not.
+MATRICES = ("weight", "lora_a", "lora_b")
+NOT_MULTIPLIED = ("embedding", "norms", "n-gram memory", "hyper-connections")
+
+
 def parameter_count(weights: Any) -> int:
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(weights))
 
@@ -85,5 +90,28 @@ def forward_flops_per_token(config: MaxTextConfig, length: int | None = None) ->
     return flops
 
 
-def train_flops_per_token(config: MaxTextConfig) -> float:
-    return 3 * forward_flops_per_token(config)
+def train_flops_per_token(config: MaxTextConfig, frozen: Any = None, adapters: Any = None) -> float:
+    """FLOPs of a training step: 3 F - W(frozen) + 3 W(adapters).
+
+    F are the FLOPs of a forward pass, W those of one product with each of the given matrices. The
+    backward pass computes the gradients of the activations, as many FLOPs as the forward pass, and
+    those of the weights, which frozen matrices do not have. `frozen`: the weights that are not
+    trained; `adapters`: low-rank matrices, which F does not count and which are trained.
+    """
+    flops = 3 * forward_flops_per_token(config) - weight_flops_per_token(config, frozen)
+    return flops + 3 * weight_flops_per_token(config, adapters)
+
+
+def weight_flops_per_token(config: MaxTextConfig, weights: Any) -> float:
+    """FLOPs of the products of a token with matrices, 2 for each weight that it uses: of routed
+    experts those chosen for it, and of embeddings none, unless the embedding is the head."""
+    flops = 0.0
+    for path, leaf in jax.tree.leaves_with_path(weights):
+        names = [str(step.key) for step in path]
+        part = part_of(names)
+        is_head = part == "embedding" and names[-1] == "embedding" and config.logits_via_embedding
+        is_matrix = names[-1] in MATRICES and part not in NOT_MULTIPLIED
+        if is_head or is_matrix:
+            share = config.num_experts_per_tok / config.num_experts if part == "experts" else 1.0
+            flops += 2 * share * math.prod(leaf.shape)
+    return flops

@@ -4,7 +4,7 @@ import jax
 
 from maxtext.common import hardware
 from maxtext.configs.types import MaxTextConfig
-from maxtext.models.counts import parameter_count, train_flops_per_token
+from maxtext.models.counts import parameter_count
 from maxtext.models.registry import layers
 from maxtext.models.transformer import build_context, implementations
 from maxtext.trainers.memory import step_bytes
@@ -41,7 +41,7 @@ def banner(
 
 def describe_model(context: RunContext, step: jax.stages.Compiled) -> dict[str, str]:
     config = context.config
-    flops = f"{train_flops_per_token(config):.3e}"
+    flops = f"{context.flops_per_token:.3e}"
     model = {
         "name": f"{config.model_name} ({config.decoder_block.value} blocks)",
         "parameters": f"{parameter_count(context.template.weights):,}",

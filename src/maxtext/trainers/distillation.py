@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from maxtext.configs.types import MaxTextConfig
 from maxtext.layers.parameters import Template
+from maxtext.models.counts import forward_flops_per_token
 from maxtext.optimizers import schedule_steps
 from maxtext.sharding.explicit import auto_sharded
 from maxtext.trainers.distill_features import pop_features
@@ -29,6 +30,7 @@ from maxtext.trainers.model_losses import (
     sum_aux_losses,
     token_weights,
     training_inputs,
+    z_loss_sums,
 )
 from maxtext.trainers.objective import LanguageModel, Sums
 from maxtext.trainers.teacher import read_teacher_weights
@@ -49,6 +51,10 @@ class Distillation(LanguageModel):
         return replace(
             self, config=config, teacher_config=self.teacher_config.model_copy(update=update)
         )
+
+    @property
+    def reference_flops_per_token(self) -> float:
+        return forward_flops_per_token(self.teacher_config)
 
     @property
     def abstract_reference(self) -> Any:
@@ -95,7 +101,7 @@ class Distillation(LanguageModel):
             sums["feature_loss"] = self.feature_sum(features, teacher_features, batch)
             loss += now["distill_beta"] * sums["feature_loss"]
         return Losses(
-            sums={"distillation_loss": loss},
+            sums={"distillation_loss": loss} | pop_z_loss(sums),
             aux_losses=sum_aux_losses(layer_aux),
             layer_aux=layer_aux,
             metrics=sums | now,
@@ -164,8 +170,9 @@ class Distillation(LanguageModel):
         batch: Batch,
         temperature: jax.Array,
     ) -> Sums:
-        """`token_sums` of the outputs of the last layers. The logits of both models exist for
-        S / num_vocab_tiling tokens of each row at a time; the backward pass recomputes them."""
+        """`token_sums` and z_loss of the outputs of the last layers. The logits of both models
+        exist for S / num_vocab_tiling tokens of each row at a time; the backward pass recomputes
+        them."""
         tiles = self.config.num_vocab_tiling
 
         def run(
@@ -179,13 +186,15 @@ class Distillation(LanguageModel):
 
             def tile(part: tuple[jax.Array, ...]) -> Sums:
                 x, teacher_x, targets, mask = part
-                return self.token_sums(
-                    student.logits(student.final_norm(x)),
+                logits = student.logits(student.final_norm(x))
+                sums = self.token_sums(
+                    logits,
                     teacher.logits(teacher.final_norm(teacher_x)),
                     targets,
                     mask,
                     temperature,
                 )
+                return sums | z_loss_sums(self.config, logits, mask)
 
             return map_tiles(tile, (x, teacher_x, targets, mask), tiles)
 
@@ -229,8 +238,13 @@ def distillation_counts(config: MaxTextConfig, batch: Batch) -> Sums:
     """The divisors of the sums of distillation."""
     tokens = jnp.maximum(jnp.sum(token_weights(batch)), 1.0)
     microbatches = jnp.float32(config.gradient_accumulation_steps)
-    names = ("distillation_loss", "feature_loss", *TOKEN_SUMS)
+    names = ("distillation_loss", "feature_loss", "z_loss", *TOKEN_SUMS)
     return dict.fromkeys(names, tokens) | dict.fromkeys(WEIGHTS, microbatches)
+
+
+def pop_z_loss(sums: Sums) -> Sums:
+    """Moves z_loss from the metrics, if it is on, to the losses that are minimized."""
+    return {"z_loss": sums.pop("z_loss")} if "z_loss" in sums else {}
 
 
 def loss_weights(config: MaxTextConfig, step: jax.Array) -> Sums:

@@ -28,18 +28,22 @@ def trained_llm(context: RunContext, weights: Any, checkpoint: Checkpoint | None
     folder that the run started from, for the tokenizer and the files of Hugging Face."""
     config = context.config
     template = make_template(config)
-    if not has_adapters(config):
-        return LLM(config, template, weights, checkpoint)
-    adapter = trained_adapter(context, weights)
-    base = split_adapter(weights)[0]
-    if config.lora_weight_qtype is not None or adapter.saved:
-        if checkpoint is None:
-            raise UserError("the base of this adapter is no folder, so there is none to serve")
-        param_infos = model_param_infos(template, config)
-        source = checkpoint.weights(config, param_infos)
-        with use_rules(context.rules):
-            base = load_base(source, param_infos, template, context.rules)
-    return LLM(config, template, base, checkpoint, adapters={ADAPTER_FOLDER: adapter})
+    param_infos = model_param_infos(template, config)
+    source = checkpoint.weights(config, param_infos) if checkpoint else None
+    adapters = {}
+    if has_adapters(config):
+        adapter = trained_adapter(context, weights)
+        weights = split_adapter(weights)[0]
+        if config.lora_weight_qtype is not None or adapter.saved:
+            if source is None:
+                raise UserError("the base of this adapter is no folder, so there is none to serve")
+            with use_rules(context.rules):
+                weights = load_base(source, param_infos, template, context.rules)
+        adapters = {ADAPTER_FOLDER: adapter}
+    llm = LLM(config, template, weights, checkpoint, adapters=adapters)
+    if source is not None:  # save_hf writes the dtypes of the folder
+        llm.disk_dtypes = {name: tensor.dtype for name, tensor in source.tensors.items()}
+    return llm
 
 
 def save_trained_adapter(context: RunContext, weights: Any, folder: str) -> None:

@@ -66,15 +66,15 @@ class Record(Hook):
         self.last: dict[str, Any] = {}
 
     def on_metrics(self, loop: Loop, step: int, metrics: dict[str, float], seconds: float) -> None:
-        timing = self.timing(metrics["total_weights"], seconds)
+        timing = self.timing(metrics.get("computed_tokens", metrics["total_weights"]), seconds)
         self.last = {"step": step, **metrics, **timing}
         self.losses.append((step, metrics["loss"]))
         self.recorder.write(self.profiler.visible(self.last))
         self.check(step, metrics["loss"], metrics["raw_grad_norm"])
 
     def timing(self, tokens: float, seconds: float) -> dict[str, float | None]:
-        """The time of a step, and the throughput over a window of steps, of target tokens without
-        padding."""
+        """The time of a step, and the throughput over a window of steps, of tokens without
+        padding, also those of prompts."""
         rate = self.throughput.add(tokens, seconds) / jax.device_count()
         flops = rate * self.flops_per_token
         return {

@@ -5,6 +5,7 @@ unequal token counts add up. Auxiliary losses of layers (load balance, indexer) 
 tokens.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -49,8 +50,14 @@ def token_counts(config: MaxTextConfig, batch: Batch) -> dict[str, jax.Array]:
     return counts
 
 
+def mtp_fields(batch: Batch, step: int) -> tuple[jax.Array, jax.Array]:
+    """The targets of MTP layer `step`, and the mask of its loss, bool."""
+    segments = (batch["targets_segmentation"], batch["inputs_segmentation"])
+    return mtp_targets(batch["targets"], *segments, step)
+
+
 def mtp_mask(batch: Batch, step: int) -> jax.Array:
-    return mtp_targets(batch["targets"], batch["targets_segmentation"], step)[1].astype(jnp.float32)
+    return mtp_fields(batch, step)[1].astype(jnp.float32)
 
 
 def needs_segment_mask(config: MaxTextConfig) -> bool:
@@ -144,12 +151,20 @@ def head_loss_sums(
     return sums
 
 
+def z_loss_sums(config: MaxTextConfig, logits: jax.Array, mask: jax.Array) -> dict[str, jax.Array]:
+    """z_loss of logits [B, S, V], summed over tokens; empty if it is off."""
+    if not config.z_loss_multiplier:
+        return {}
+    log_z = jax.nn.logsumexp(logits.astype(jnp.float32), axis=-1)
+    return {"z_loss": config.z_loss_multiplier * jnp.sum(jnp.square(log_z) * mask)}
+
+
 def mtp_loss_sum(
     config: MaxTextConfig, model: Any, outputs: list[jax.Array], batch: Batch
 ) -> jax.Array:
     total = jnp.float32(0)
     for step, hidden in enumerate(outputs, start=1):
-        targets, mask = mtp_targets(batch["targets"], batch["targets_segmentation"], step)
+        targets, mask = mtp_fields(batch, step)
         losses, _ = model.losses(hidden, targets, config.num_vocab_tiling)
         total += jnp.sum(losses * mask)
     return total
@@ -168,8 +183,9 @@ def sum_aux_losses(layer_aux: dict) -> dict[str, jax.Array]:
 def evaluation_sums(
     config: MaxTextConfig, template: Template, weights: Any, batch: Batch
 ) -> dict[str, jax.Array]:
-    """Sums over a batch: the loss and its tokens; with mtp_eval_target_module also the draft tokens
-    of that MTP layer, and how many of them the model accepts."""
+    """Sums over a batch: the loss and its tokens; with use_sft also the tokens that are predicted
+    right; with mtp_eval_target_module also the draft tokens of that MTP layer, and how many of them
+    the model accepts."""
     model = bind_model(config, template, weights)
     inputs = layer_inputs(config, batch, None)
     x, _ = model.run(batch["inputs"], inputs)
@@ -177,6 +193,8 @@ def evaluation_sums(
     losses, _ = model.losses(hidden, batch["targets"], config.num_vocab_tiling)
     mask = token_weights(batch)
     sums = {"loss": jnp.sum(losses * mask), "weights": jnp.sum(mask)}
+    if config.use_sft:
+        sums["correct"] = count_correct(config, model, hidden, batch["targets"], mask)
     step = config.mtp_eval_target_module
     if step:
         outputs, _ = model.mtp(x, model.embed, inputs, batch["inputs"])
@@ -185,3 +203,24 @@ def evaluation_sums(
         num_accepted, num_drafts = count_accepted(predicted, drafted, mtp_mask(batch, step), step)
         sums |= {"accepted": num_accepted, "drafts": num_drafts}
     return sums
+
+
+def count_correct(
+    config: MaxTextConfig, model: Any, hidden: jax.Array, targets: jax.Array, mask: jax.Array
+) -> jax.Array:
+    """The number of tokens in the mask [B, S] whose most likely token is the target. Logits exist
+    for about S / num_vocab_tiling tokens of each row at a time."""
+
+    def count(part: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
+        hidden, targets, mask = part
+        return jnp.sum((jnp.argmax(model.logits(hidden), axis=-1) == targets) * mask)
+
+    length = targets.shape[1]
+    tiles = math.gcd(length, config.num_vocab_tiling)
+    if tiles == 1:
+        return count((hidden, targets, mask))
+    parts = tuple(
+        part.reshape(part.shape[0], tiles, length // tiles, *part.shape[2:]).swapaxes(0, 1)
+        for part in (hidden, targets, mask)
+    )
+    return jnp.sum(jax.lax.map(count, parts))

@@ -71,6 +71,10 @@ class Objective(Protocol):
         """Fields of a batch that are float32 [rows], in addition to those of `batch_fields`."""
 
     @property
+    def reference_flops_per_token(self) -> float:
+        """FLOPs of the forward pass of the reference in every step; 0 if it does not run."""
+
+    @property
     def abstract_reference(self) -> Any:
         """The weights of the reference as abstract arrays; None if there is no reference."""
 
@@ -120,6 +124,8 @@ class LanguageModel:
     def evaluation_metrics(self, sums: dict[str, float]) -> dict[str, float]:
         loss = sums["loss"] / max(sums["weights"], 1.0)
         metrics = {"loss": loss, "perplexity": math.exp(min(loss, 700.0))}
+        if "correct" in sums:
+            metrics["mean_token_accuracy"] = sums["correct"] / max(sums["weights"], 1.0)
         if "drafts" in sums:
             metrics["mtp_acceptance_rate"] = sums["accepted"] / max(sums["drafts"], 1.0)
         return metrics
@@ -137,6 +143,10 @@ class LanguageModel:
     @property
     def row_fields(self) -> tuple[str, ...]:
         return ()
+
+    @property
+    def reference_flops_per_token(self) -> float:
+        return 0.0
 
     @property
     def abstract_reference(self) -> Any:

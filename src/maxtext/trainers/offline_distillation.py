@@ -12,7 +12,13 @@ import jax.numpy as jnp
 
 from maxtext.configs.types import MaxTextConfig
 from maxtext.input_pipeline.teacher_logits import TOP_K_FIELDS
-from maxtext.trainers.distillation import TOKEN_SUMS, distillation_counts, loss_weights, map_tiles
+from maxtext.trainers.distillation import (
+    TOKEN_SUMS,
+    distillation_counts,
+    loss_weights,
+    map_tiles,
+    pop_z_loss,
+)
 from maxtext.trainers.losses.distill import distill
 from maxtext.trainers.model_losses import (
     Batch,
@@ -22,6 +28,7 @@ from maxtext.trainers.model_losses import (
     sum_aux_losses,
     token_weights,
     training_inputs,
+    z_loss_sums,
 )
 from maxtext.trainers.objective import LanguageModel, Sums
 
@@ -51,7 +58,7 @@ class OfflineDistillation(LanguageModel):
         alpha = now["distill_alpha"]
         loss = alpha * sums["soft_loss"] + (1.0 - alpha) * sums["hard_loss"]
         return Losses(
-            sums={"distillation_loss": loss},
+            sums={"distillation_loss": loss} | pop_z_loss(sums),
             aux_losses=sum_aux_losses(layer_aux),
             layer_aux=layer_aux,
             metrics=sums | now,
@@ -59,20 +66,22 @@ class OfflineDistillation(LanguageModel):
 
 
 def top_k_sums(config: MaxTextConfig, model: Any, x: jax.Array, batch: Batch) -> Sums:
-    """OFFLINE_SUMS of the output of the last layer."""
+    """OFFLINE_SUMS and z_loss of the output of the last layer."""
 
     def tile(part: tuple[jax.Array, ...]) -> Sums:
-        x, targets, mask, logits, indices = part
+        x, targets, mask, teacher_logits, indices = part
+        logits = model.logits(model.final_norm(x))
         _, metrics = distill(
-            model.logits(model.final_norm(x)),
-            logits.astype(jnp.float32),
+            logits,
+            teacher_logits.astype(jnp.float32),
             targets,
             mask,
             temperature=batch[TEMPERATURE],
             indices=indices,
             tokens=1.0,  # sums instead of means
         )
-        return {name: metrics[name] for name in OFFLINE_SUMS}
+        sums = {name: metrics[name] for name in OFFLINE_SUMS}
+        return sums | z_loss_sums(config, logits, mask)
 
     parts = (x, batch["targets"], token_weights(batch), *(batch[name] for name in TOP_K_FIELDS))
     return map_tiles(tile, parts, config.num_vocab_tiling)

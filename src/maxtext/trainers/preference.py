@@ -19,6 +19,7 @@ from maxtext.configs.types import MaxTextConfig
 from maxtext.input_pipeline import FIELDS
 from maxtext.layers.lora import join_trees
 from maxtext.layers.parameters import Template
+from maxtext.models.counts import forward_flops_per_token
 from maxtext.trainers.losses import preference as preference_losses
 from maxtext.trainers.model_losses import (
     Batch,
@@ -75,6 +76,10 @@ class Preference:
     @property
     def row_fields(self) -> tuple[str, ...]:
         return () if not self.has_reference or self.needs_reference else REFERENCE_LOGPS
+
+    @property
+    def reference_flops_per_token(self) -> float:
+        return forward_flops_per_token(self.config) if self.needs_reference else 0.0
 
     @property
     def abstract_reference(self) -> Any:

@@ -13,8 +13,10 @@ from maxtext.common.errors import ConfigError
 from maxtext.configs.types import MaxTextConfig
 from maxtext.input_pipeline import batch_fields
 from maxtext.layers.adapters import AdapterSpec
+from maxtext.layers.lora import split_adapter
 from maxtext.layers.parameters import Template
 from maxtext.layers.quantized import abstract_quantized
+from maxtext.models.counts import train_flops_per_token
 from maxtext.models.transformer import initial_weights
 from maxtext.optimizers import build_optimizer
 from maxtext.sharding import AxisRules, make_mesh
@@ -47,6 +49,11 @@ class RunContext:
         adapters = run_adapters(config)
         objective = make_objective(config, rules, adapters)
         trained = optimized_mask(config, objective.template, warn=True)
+        if not any(jax.tree.leaves(trained)):
+            raise ConfigError(
+                "nothing would be trained: trainable_parameters_mask and student_params_to_update "
+                "match no weight that this run may change"
+            )
         return cls(
             rules=rules,
             objective=objective,
@@ -71,6 +78,15 @@ class RunContext:
     def trained(self) -> Any:
         """Bools in the tree of the weights: what the optimizer updates."""
         return optimized_mask(self.config, self.template)
+
+    @cached_property
+    def flops_per_token(self) -> float:
+        """FLOPs that a step computes for a token: those of `train_flops_per_token` for the model
+        that is trained, and a forward pass of the reference or teacher if the step runs one."""
+        frozen, _ = split_adapter(select(self.template.weights, self.trained, keep=False))
+        _, adapters = split_adapter(self.template.weights)
+        flops = train_flops_per_token(self.config, frozen, adapters)
+        return flops + self.objective.reference_flops_per_token
 
     @property
     def weight_axes(self) -> Any:

@@ -135,6 +135,9 @@ def make_train_step(
             "param_norm": global_norm(select(new.weights, trained)),
             "total_weights": objective.num_tokens(batch),
         }
+        if config.use_sft:  # prompts are read, and have no loss
+            read = objective.model_rows(batch)["inputs_segmentation"] != 0
+            metrics["computed_tokens"] = jnp.sum(read).astype(jnp.float32)
         if stop_flag is not None:
             metrics[STOP_FLAG] = stop_flag.astype(jnp.float32)
         if skipped is not None:

@@ -30,7 +30,7 @@ from maxtext.diagnostics.plot import save_loss_png
 from maxtext.diagnostics.profiler import Profiler
 from maxtext.diagnostics.stack_trace import stack_traces
 from maxtext.diagnostics.summary import write_summary
-from maxtext.models.counts import parameter_count, train_flops_per_token
+from maxtext.models.counts import parameter_count
 from maxtext.trainers.banner import banner
 from maxtext.trainers.batch_size import batch_size_at
 from maxtext.trainers.compile import compile_eval_step
@@ -40,6 +40,7 @@ from maxtext.trainers.data_loader import (
     TrainDataLoader,
     open_eval_streams,
 )
+from maxtext.trainers.epochs import has_open_end, with_steps_of_epochs
 from maxtext.trainers.export import save_trained_adapter
 from maxtext.trainers.hooks import Evaluate, Profile, Record, TrainingFailed
 from maxtext.trainers.init_state import initial_weights, with_reference
@@ -80,6 +81,9 @@ def train_locked(
     start_time = time.perf_counter()
     context = RunContext.from_config(config)
     context.shardings.check()
+    if has_open_end(config):
+        context = with_steps_of_epochs(context)
+        config = context.config
     data_loader = TrainDataLoader(context)
     eval_streams = open_eval_streams(context)
     warned = warn_if_too_large(state_bytes(context), "the state of training alone")
@@ -183,7 +187,7 @@ def build_hooks(
     record = Record(
         config,
         recorder,
-        flops_per_token=train_flops_per_token(config),
+        flops_per_token=context.flops_per_token,
         peak_flops=peak_flops,
         profiler=profiler,
     )

@@ -17,8 +17,7 @@ from typing import Any
 from maxtext.checkpoint.open import Checkpoint, open_checkpoint
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.common.files import local_path
-from maxtext.configs import fields, ledger
-from maxtext.configs.load import base_values
+from maxtext.configs import fields
 from maxtext.configs.provenance import Layer
 from maxtext.configs.sources import HERE, from_python
 from maxtext.configs.types import MaxTextConfig
@@ -27,6 +26,7 @@ from maxtext.input_pipeline import encode_rows
 from maxtext.models.configuration import load
 from maxtext.tokenizers import Tokenizer
 from maxtext.tokenizers.load import open_tokenizer
+from maxtext.trainers.configuration import load_run
 from maxtext.trainers.export import trained_llm
 from maxtext.trainers.loop import Hook, Loop
 from maxtext.trainers.train import Result, run_folder, train
@@ -112,7 +112,7 @@ def fine_tune(
         defaults = {"base_output_directory": temporary, "enable_checkpointing": False}
         is_temporary = "base_output_directory" not in keys
         layer = from_python(data_keys(data, temporary) | (defaults if is_temporary else {}))
-        config = load_preset(method, layer | overrides, checkpoint)
+        config = load_run(HERE / f"{method}.yml", layer | overrides, checkpoint)
         collect = CollectMetrics()
         result = train(config, checkpoint, hooks=[collect])
     folder = None if is_temporary else Path(run_folder(config))
@@ -154,13 +154,6 @@ def write_rows(rows: Iterable[Mapping[str, Any]], folder: str) -> Path:
             except TypeError as error:
                 raise UserError(f"row {index} of the data is not JSON: {error}") from error
     return path
-
-
-def load_preset(preset: str, overrides: Layer, checkpoint: Checkpoint | None) -> MaxTextConfig:
-    model = checkpoint.model_layer if checkpoint else None
-    config = load(HERE / f"{preset}.yml", overrides, model=model)
-    ledger.refuse_unsupported_model(config, base_values())
-    return config
 
 
 class CollectMetrics(Hook):

@@ -57,6 +57,12 @@ inert_unless(lambda s: s.teacher_overrides, "a teacher that runs: set teacher_ov
 inert_unless(lambda s: s.use_gkd, "use_gkd=true", "gkd_lambda", "gkd_beta", "gkd_seq_kd")
 inert_unless(samples_completions, "use_gkd=true and gkd_lambda above 0", "gkd_max_new_tokens")
 inert_unless(
+    lambda s: not distills(s),
+    "training without a teacher: distillation has no loss of the MTP layers",
+    "mtp_num_layers",
+    "mtp_loss_scaling_factor",
+)
+inert_unless(
     lambda s: s.distill_beta > 0,
     "distill_beta above 0",
     "distill_feature_loss_type",

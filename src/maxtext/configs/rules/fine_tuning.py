@@ -4,6 +4,8 @@ from maxtext.configs.rules.rule import in_range, inert_unless, rule
 from maxtext.configs.types import Settings
 from maxtext.configs.types.enums import DatasetType
 
+SMOOTHED_LOSSES = ("sigmoid", "robust", "simpo", "orpo")
+
 in_range(0, 1, "dpo_label_smoothing")
 in_range(0, None, "dpo_beta", "orpo_lambda")
 in_range(1, None, "max_prompt_length")
@@ -22,6 +24,29 @@ inert_unless(
     "dpo_loss_type",
     "max_prompt_length",
     "precompute_reference_logps",
+)
+inert_unless(
+    lambda s: s.dpo_loss_type != "orpo",
+    "a dpo_loss_type other than orpo, whose weight is orpo_lambda",
+    "dpo_beta",
+)
+inert_unless(
+    lambda s: s.dpo_loss_type in SMOOTHED_LOSSES,
+    f"dpo_loss_type={', '.join(SMOOTHED_LOSSES)}",
+    "dpo_label_smoothing",
+)
+inert_unless(
+    lambda s: s.dpo_loss_type not in ("orpo", "simpo"),
+    "a dpo_loss_type with a reference: orpo and simpo have none",
+    "precompute_reference_logps",
+)
+inert_unless(
+    lambda s: not s.use_dpo,
+    "a loss of next tokens: losses of use_dpo compare completions",
+    "z_loss_multiplier",
+    "mtp_num_layers",
+    "mtp_loss_scaling_factor",
+    "mtp_eval_target_module",
 )
 inert_unless(lambda s: s.dpo_loss_type == "orpo", "dpo_loss_type=orpo", "orpo_lambda")
 inert_unless(lambda s: s.dpo_loss_type == "simpo", "dpo_loss_type=simpo", "simpo_gamma")
@@ -51,6 +76,13 @@ inert_unless(
     "lora_tile_size",
 )
 
+inert_unless(
+    lambda s: not (s.lora_rank or s.lora_restore_path),
+    "training of the weights that it changes: adapters leave them frozen",
+    "routed_bias_update_rate",
+    "use_qk_clip",
+)
+
 
 def method_of(settings: Settings) -> str | None:
     """The key that makes records rows of fine-tuning, or None."""
@@ -61,6 +93,16 @@ def method_of(settings: Settings) -> str | None:
 def one_fine_tuning_method(settings: Settings) -> str | None:
     chosen = [key for key in ("use_dpo", "use_sft", "use_grpo") if getattr(settings, key)]
     return f"{' and '.join(chosen)} exclude each other: keep one" if len(chosen) > 1 else None
+
+
+@rule("dpo_label_smoothing")
+def flipped_labels_are_fewer_than_half(settings: Settings) -> str | None:
+    if settings.dpo_loss_type == "robust" and settings.dpo_label_smoothing >= 0.5:
+        return (
+            f"dpo_label_smoothing={settings.dpo_label_smoothing} is the part of labels that are "
+            "flipped, and dpo_loss_type=robust needs it below 0.5"
+        )
+    return None
 
 
 @rule("quantization")

@@ -81,7 +81,9 @@ class FineTuning(Group):
 class Preferences(Group):
     """Preference optimization beyond the published keys: loss, lengths and reference."""
 
-    dpo_loss_type: Literal["sigmoid", "hinge", "ipo", "robust", "simpo", "kto", "orpo"] = "sigmoid"
+    dpo_loss_type: Literal[
+        "sigmoid", "hinge", "ipo", "robust", "simpo", "kto", "apo_zero", "apo_down", "orpo"
+    ] = "sigmoid"
     orpo_lambda: float = 0.1
     simpo_gamma: float = 0.5
     max_prompt_length: int | None = None
