@@ -157,6 +157,11 @@ BAD = {
     ),
     '{"messages": [{"role": "user", "content": ["a"]}]}': "messages[0].content must be text",
     '{"prompt": "a", "temperature": -1}': "temperature=-1",
+    '{"prompt": "a", "response_format": {"type": "yaml"}}': "response_format.type must be text",
+    '{"prompt": "a", "structured_outputs": {"regex": 5}}': "structured_outputs.regex must be text",
+    json.dumps({"prompt": "a", "structured_outputs": {"regex": "a"}, "response_format": 5}): (
+        "either response_format or structured_outputs"
+    ),
     '{"prompt": "a", "n": 129}': "n=129 must be a whole number from 1 to 128",
     '{"prompt": "a", "min_p": 1.5}': "min_p=1.5 must be a number from 0 to 1",
     '{"prompt": "a", "presence_penalty": 3}': "presence_penalty=3 must be a number from -2 to 2",

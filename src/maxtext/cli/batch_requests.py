@@ -13,6 +13,7 @@ from maxtext.common.errors import UserError
 from maxtext.configs.sources import suggest
 from maxtext.inference.requests import GenerationRequest
 from maxtext.inference.sampling_params import SamplingParams
+from maxtext.inference.structured_outputs import parse_response_format
 from maxtext.inference.validation import check_whole_number, shorten
 
 # Fields of SamplingParams, which checks them.
@@ -31,8 +32,18 @@ SAMPLING_FIELDS = (
     "min_tokens",
     "include_stop_str_in_output",
     "n",
+    "structured_outputs",
 )
-FIELDS = ("prompt", "messages", "id", "max_new_tokens", *SAMPLING_FIELDS, "seed", "adapter")
+FIELDS = (
+    "prompt",
+    "messages",
+    "id",
+    "max_new_tokens",
+    *SAMPLING_FIELDS,
+    "response_format",
+    "seed",
+    "adapter",
+)
 MAX_DEPTH = 100  # of nested lists and objects: Python's JSON reader and writer have a limit, too
 MAX_DIGITS = 1000  # of a whole number: Python refuses to convert more than a few thousand
 
@@ -122,6 +133,10 @@ def build_request(
         )
     seed = record.get("seed", session.config.init_weights_seed + index)
     sampling = {name: record[name] for name in SAMPLING_FIELDS if name in record}
+    if "response_format" in record:
+        if "structured_outputs" in record:
+            raise UserError("a line has either response_format or structured_outputs")
+        sampling["structured_outputs"] = parse_response_format(record["response_format"])
     params = dataclasses.replace(defaults, max_new_tokens=max_new_tokens, seed=seed, **sampling)
     adapter = record.get("adapter")
     if adapter is not None and not isinstance(adapter, str):

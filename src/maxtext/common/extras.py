@@ -20,6 +20,7 @@ EXTRA_OF = {
     "wandb": "wandb",
     "matplotlib": "plot",
     "prometheus_client": "prometheus",
+    "llguidance": "serve",
     "libtpu": "tpu",
 }
 

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from maxtext.inference import sequence, shapes
+from maxtext.inference.grammar_batch import GrammarBatch
 from maxtext.inference.sampling import BatchedSamplingParams, batch_mode
 from maxtext.inference.sampling_params import SamplingMode, SamplingParams
 
@@ -31,6 +32,7 @@ class PrefillBatch:
     is_complete: Any  # [R] bool, whether the prompt ends here, so that a token is sampled
     params: BatchedSamplingParams
     adapter_ids: Any = None  # [R], the adapter of each prompt; None: the model has no adapters
+    grammar: GrammarBatch | None = None  # if a grammar constrains the token of some row
     # Where one row holds all R prompts: the prompt of each token, counted from 1; 0 is padding.
     segments: Any = None
     from_start: bool = field(default=False, metadata=STATIC)  # no row has earlier tokens
@@ -50,6 +52,7 @@ class DecodeBatch:
     num_steps: Any  # int32
     # [R], the slots to extend; N is padding, and no other slot occurs twice. None: all slots.
     slots: Any = None
+    grammar: GrammarBatch | None = None
     static_steps: int = field(default=0, metadata=STATIC)  # instead of num_steps; 0: num_steps
     contiguous: bool = field(default=False, metadata=STATIC)  # slot n has block n only
     kv_len: int = field(default=0, metadata=STATIC)  # KV cache positions to read; 0: all
@@ -70,6 +73,7 @@ class BatchBuilder:
     reads_in_place: bool  # decode reads blocks in place, as far as they are filled
     decode_rows: tuple[int, ...]  # how many slots a decode program may have, in increasing order
     has_adapters: bool = False
+    can_roll_back: bool = False  # the newest tokens of a sequence can be dropped from its caches
 
     def prefill(
         self, chunks: Sequence[tuple[sequence.Sequence, int]], packed: bool
@@ -103,6 +107,7 @@ class BatchBuilder:
         padding = rows - len(chunks)
         params = [seq.params for seq in sequences]
         from_start = sequences[0].num_computed == 0
+        complete = [index for index in range(len(chunks)) if is_complete[index]]
         return PrefillBatch(
             token_ids=token_ids,
             positions=positions,
@@ -115,16 +120,15 @@ class BatchBuilder:
                 [seq.min_position for seq in sequences] + [0] * padding,
             ),
             adapter_ids=adapter_ids if self.has_adapters else None,
+            grammar=GrammarBatch.from_sequences(
+                [sequences[index] for index in complete], rows, complete, can_roll_back=False
+            ),
             segments=segments if packed else None,
             from_start=from_start,
             kv_len=0 if from_start else self.kv_len(seq.num_computed + n for seq, n in chunks),
-            mode=batch_mode(p for p, done in zip(params, is_complete, strict=False) if done),
+            mode=batch_mode(params[index] for index in complete),
             log_probs=any(request.log_probs for request in params),
-            has_processors=any(
-                seq.params.has_processors
-                for seq, done in zip(sequences, is_complete, strict=False)
-                if done
-            ),
+            has_processors=any(params[index].has_processors for index in complete),
         )
 
     def decode(
@@ -149,6 +153,7 @@ class BatchBuilder:
             finished_mask=finished_mask,
             num_steps=np.int32(num_steps),
             slots=slots,
+            grammar=GrammarBatch.from_sequences(sequences, rows, columns, self.can_roll_back),
             static_steps=num_steps if self.few_programs else 0,
             contiguous=self.contiguous,
             kv_len=kv_len,

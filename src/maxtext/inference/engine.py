@@ -22,6 +22,7 @@ from maxtext.inference.batches import MAX_DECODE_STEPS, STATIC_DECODE_STEPS
 from maxtext.inference.block_pool import BlockPool
 from maxtext.inference.cache_config import fit_slots, make_cache_config
 from maxtext.inference.executor import Executor
+from maxtext.inference.grammar import GrammarMatcher
 from maxtext.inference.prefix_cache import PrefixCache
 from maxtext.inference.programs import NO_TOKEN, NONFINITE_LOGITS, Programs, Sampled
 from maxtext.inference.requests import GenerationRequest
@@ -132,12 +133,17 @@ class InferenceEngine:
         return None
 
     def add_request(
-        self, request_id: int, request: GenerationRequest, adapter: LoadedAdapter | None = None
+        self,
+        request_id: int,
+        request: GenerationRequest,
+        adapter: LoadedAdapter | None = None,
+        grammar: GrammarMatcher | None = None,
     ) -> None:
         """Queue a request of token ids that `reject_reason` does not reject. `adapter` is the one
-        that the request names, or None."""
+        that the request names, or None; `grammar` constrains the tokens, and belongs to the
+        sequence from here on."""
         prompt_ids = tuple(int(token) for token in request.prompt)
-        sequence = Sequence(request_id, prompt_ids, request.params)
+        sequence = Sequence(request_id, prompt_ids, request.params, grammar=grammar)
         if adapter is not None:
             sequence.adapter_slot = adapter.slot
             sequence.adapter_version = adapter.version
@@ -214,6 +220,7 @@ class InferenceEngine:
         sampled = self.executor.prefill(batch)
         for sequence, count in chunks:
             sequence.num_computed += count
+            sequence.in_flight = sequence.is_decoding
             self.scheduler.finished_slots.discard(sequence.slot)  # the program resets the slot
         complete = [(row, seq) for row, (seq, _) in enumerate(chunks) if seq.is_decoding]
         if complete:
@@ -243,6 +250,7 @@ class InferenceEngine:
             return outputs
         for sequence in sequences:
             sequence.num_computed = min(sequence.num_computed + num_steps, sequence.last_position)
+            sequence.in_flight = True
         batch, columns = self.batches.decode(sequences, num_steps, self.scheduler.finished_slots)
         sampled = self.executor.decode(batch)
         self.scheduler.finished_slots.clear()
@@ -279,7 +287,8 @@ class InferenceEngine:
         """Append the sampled tokens of a program to a sequence, and finish it if one ends it."""
         sampled_tokens: list[int] = []
         finish_reason, error = None, None
-        for token in tokens.tolist():
+        sequence.in_flight = False
+        for token in accepted_tokens(sequence, tokens.tolist()):
             if token == NO_TOKEN:
                 break
             if token == NONFINITE_LOGITS:
@@ -294,6 +303,15 @@ class InferenceEngine:
                 finish_reason = "length"
             if finish_reason:
                 break
+        if sequence.grammar is not None and finish_reason is None:
+            # The caches may have more tokens, which the grammar does not allow.
+            sequence.num_computed = len(sequence.token_ids) - 1
+            if sequence.grammar.is_complete:
+                finish_reason = "end"
+            elif sequence.grammar.error or not sampled_tokens:
+                finish_reason = "error"
+                reason = sequence.grammar.error or "no token may follow"
+                error = f"the grammar of the request cannot be followed: {reason}"
         if finish_reason:
             self.finish(sequence, finish_reason)
         if log_probs is None or not sequence.params.log_probs:
@@ -336,6 +354,17 @@ class InferenceEngine:
             self.prefix_cache.insert(
                 sequence.token_ids[:length], blocks, snapshot, sequence.adapter_version
             )
+
+
+def accepted_tokens(sequence: Sequence, tokens: list[int]) -> list[int]:
+    """The tokens of a program up to the first that the grammar of the sequence does not allow. A
+    negative value, which is no token, ends them and stays.
+    """
+    if sequence.grammar is None:
+        return tokens
+    count = next((index for index, token in enumerate(tokens) if token < 0), len(tokens))
+    num_accepted = sequence.grammar.accept(tokens[:count])
+    return tokens[:num_accepted] if num_accepted < count else tokens
 
 
 def check_cache(programs: Programs, cache_config: CacheConfig) -> None:

@@ -79,6 +79,7 @@ class Executor:
             reads_in_place=self.reads_in_place,
             decode_rows=self.decode_rows,
             has_adapters=self.programs.build.adapters is not None,
+            can_roll_back=not self.has_slot_caches,
         )
 
     # Copies of cache contents, for the prefix cache.

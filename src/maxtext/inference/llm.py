@@ -33,6 +33,7 @@ from maxtext.inference.adapter_methods import AdapterMethods
 from maxtext.inference.adapters import AdapterSlots
 from maxtext.inference.cache_config import fit_slots
 from maxtext.inference.engine import InferenceEngine
+from maxtext.inference.grammar import GrammarCompiler
 from maxtext.inference.loading import (
     Folders,
     find_eos_ids,
@@ -45,6 +46,7 @@ from maxtext.inference.loading import (
     split_caches,
 )
 from maxtext.inference.processing import (
+    NO_TOKENIZER,
     check_positions,
     is_token_id,
     prepare_request,
@@ -57,6 +59,7 @@ from maxtext.inference.sampling import derive_seed, fold_seed
 from maxtext.inference.sampling_params import SamplingParams
 from maxtext.inference.session import EngineSession, PreparedRequest
 from maxtext.inference.shapes import next_power_of_two
+from maxtext.inference.structured_outputs import StructuredOutputs
 from maxtext.inference.validation import RequestError
 from maxtext.inference.warmup import warmup_requests
 from maxtext.layers.context import BuildContext
@@ -354,7 +357,11 @@ class LLM(AdapterMethods):
         prepared = prepare_request(request, self.config, self.tokenizer, self.eos_ids)
         if (reason := engine.reject_reason(prepared)) is not None:
             raise reason
-        return PreparedRequest(prepared, request, adapter)
+        constraint = request.params.structured_outputs
+        grammar = None
+        if constraint is not None:
+            grammar = self.grammars.matcher(StructuredOutputs.parse(constraint))
+        return PreparedRequest(prepared, request, adapter, grammar)
 
     def engine_for(self, slots: int, length: int) -> InferenceEngine:
         """The engine for `slots` sequences of up to `length` tokens at a time. It is reused, with
@@ -436,6 +443,13 @@ class LLM(AdapterMethods):
     @cached_property
     def eos_ids(self) -> list[int]:
         return find_eos_ids(self.origin[0], self.tokenizer)
+
+    @cached_property
+    def grammars(self) -> GrammarCompiler:
+        """Raises UserError if this model cannot have structured output."""
+        if self.tokenizer is None:
+            raise RequestError(f"{NO_TOKENIZER}, which structured output needs")
+        return GrammarCompiler(self.tokenizer, self.config.vocab_size, self.eos_ids)
 
     @property
     def programs(self) -> Programs:

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 
 from maxtext.configs.types import MaxTextConfig
 from maxtext.inference.batches import MAX_DECODE_STEPS, DecodeBatch, PrefillBatch
+from maxtext.inference.grammar_batch import ALL_TOKENS, INACTIVE, mask_logits
 from maxtext.inference.logits_processors import ProcessorState, process_logits
 from maxtext.inference.model_runner import (
     CachedModelRunner,
@@ -40,7 +41,6 @@ from maxtext.sharding import AxisRules, use_rules
 
 NO_TOKEN = -1  # in place of a sampled token: the slot was inactive
 NONFINITE_LOGITS = -2  # in place of a sampled token: the logits were NaN or infinite
-INACTIVE = -1  # in place of a position: the slot has nothing to decode
 
 Sampled = tuple[jax.Array, jax.Array | None]  # sampled_tokens and, if requested, their log_probs
 
@@ -183,7 +183,10 @@ class Programs:
             log_probs=batch.log_probs,
             active=batch.is_complete,
             processors=rows,
+            mask=None if batch.grammar is None else batch.grammar.mask,
         )
+        if batch.grammar is not None:
+            active &= ~batch.grammar.constrained
         if processors is not None and rows is not None:
             processors = processors.set_rows(batch.slots, rows.add_tokens(sampled[0]))
 
@@ -228,6 +231,9 @@ class Programs:
                 params=params,
                 adapter_ids=adapter_ids,
             )
+        if batch.grammar is not None:
+            token_ids, positions = batch.grammar.resume(state.token_ids, state.positions)
+            state = replace(state, token_ids=token_ids, positions=positions)
         rows = processors
         if processors is not None and batch.slots is not None:
             rows = processors.rows(batch.slots)
@@ -243,7 +249,7 @@ class Programs:
 
         def decode_step(carry: tuple) -> tuple:
             step, state, rows, sampled = carry
-            state, new = self.decode_one_token(weights, state, batch, rows)
+            state, new = self.decode_one_token(weights, state, batch, step, rows)
             if rows is not None:
                 rows = rows.add_tokens(new[0])
             sampled = jax.tree.map(lambda tokens, row: tokens.at[step].set(row), sampled, new)
@@ -256,6 +262,8 @@ class Programs:
             )
         else:
             _, state, rows, sampled = jax.lax.while_loop(has_next, decode_step, carry)
+        if batch.grammar is not None:
+            state = replace(state, positions=batch.grammar.release(state.positions))
         if processors is not None and rows is not None:
             processors = rows if batch.slots is None else processors.set_rows(batch.slots, rows)
         if batch.slots is not None:
@@ -271,8 +279,10 @@ class Programs:
         weights: Any,
         state: EngineState,
         batch: DecodeBatch,
+        step: jax.Array,
         processors: ProcessorState | None,
     ) -> tuple[EngineState, Sampled]:
+        """The state after one more token of each active slot, in a step of a program."""
         inputs = LayerInputs(
             state.positions[:, None],
             block_table=batch.block_tables,
@@ -280,6 +290,9 @@ class Programs:
             max_kv_len=batch.kv_len,
             adapter_ids=None if self.build.adapters is None else state.adapter_ids,
         )
+        mask = None
+        if batch.grammar is not None:
+            mask = jnp.where(step == 0, batch.grammar.mask, jnp.uint32(ALL_TOKENS))
         token_ids = jnp.maximum(state.token_ids, 0)[:, None]
         logits, caches = self.runner.decode(weights, state.caches, token_ids, inputs)
         sampled, active = sample_next(
@@ -290,8 +303,11 @@ class Programs:
             log_probs=batch.log_probs,
             active=state.positions >= 0,
             processors=processors,
+            mask=mask,
         )
         positions = jnp.where(active, state.positions + 1, INACTIVE)
+        if batch.grammar is not None:
+            positions = batch.grammar.pause(positions)
         return replace(state, caches=caches, token_ids=sampled[0], positions=positions), sampled
 
 
@@ -312,10 +328,11 @@ def sample_next(
     log_probs: bool,
     active: jax.Array,
     processors: ProcessorState | None = None,
+    mask: jax.Array | None = None,
 ) -> tuple[Sampled, jax.Array]:
     """Sample from logits [B, V] the token at `positions` [B] of each active row. Returns the tokens
     with their log-probabilities, and which rows stay active. `processors` has the rows of the
-    logits.
+    logits, and `mask` [B, W] their allowed tokens.
     """
     keys = jax.vmap(lambda seed, position: jax.random.fold_in(jax.random.key(seed), position))(
         params.seed, positions
@@ -323,6 +340,8 @@ def sample_next(
     processed = logits
     if processors is not None:
         processed = process_logits(logits, processors, params, positions)
+    if mask is not None:
+        processed = mask_logits(processed.astype(jnp.float32), mask)
     tokens = sample(processed, keys, params, mode)
     token_log_probs = None
     if log_probs:

@@ -7,6 +7,7 @@ from enum import IntEnum
 from typing import Any
 
 from maxtext.configs.types import MaxTextConfig
+from maxtext.inference.structured_outputs import StructuredOutputs
 from maxtext.inference.validation import (
     RequestError,
     check_bool,
@@ -46,6 +47,7 @@ class SamplingParams:
     3. `frequency_penalty` f and `presence_penalty` p, with the count c of a token in the
        completion: l - f c - p [c > 0].
     4. Until the completion has `min_tokens` tokens, those that would end it are excluded.
+    5. With `structured_outputs`, tokens that its grammar does not allow are excluded.
 
     `temperature` 0 takes the most likely token, and the next three fields have no effect. Otherwise
     a token is sampled from softmax(l / temperature), restricted to the `top_k` most likely tokens
@@ -78,6 +80,7 @@ class SamplingParams:
     min_tokens: int = 0
     n: int = 1
     include_stop_str_in_output: bool = False
+    structured_outputs: StructuredOutputs | Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         """Raises RequestError for the first field with an invalid value."""
@@ -109,6 +112,9 @@ class SamplingParams:
         object.__setattr__(self, "stop", stop)
         ids = check_token_ids("stop_token_ids", self.stop_token_ids)
         object.__setattr__(self, "stop_token_ids", ids)
+        if self.structured_outputs is not None:
+            constraint = StructuredOutputs.parse(self.structured_outputs)
+            object.__setattr__(self, "structured_outputs", constraint)
         biases = check_logit_bias("logit_bias", self.logit_bias, MAX_BIAS)
         object.__setattr__(self, "logit_bias", biases)
 

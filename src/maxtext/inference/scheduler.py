@@ -15,7 +15,8 @@ from maxtext.inference import shapes
 from maxtext.inference.prefix_cache import PrefixCache
 from maxtext.inference.sequence import Sequence
 
-MIN_DECODE_STEPS = 4  # of a decode program that is cut short because requests wait
+# Of a decode program that is cut short because requests wait, or a grammar has to check tokens.
+MIN_DECODE_STEPS = 4
 Chunks = list[tuple[Sequence, int]]  # sequences, and how many of their tokens to prefill
 
 
@@ -202,11 +203,17 @@ class Scheduler:
 
     def decodable(self) -> list[Sequence]:
         """Running sequences for which another decode step can be dispatched."""
-        return [seq for seq in self.running if seq.is_decoding and seq.num_remaining > 0]
+        return [
+            seq
+            for seq in self.running
+            if seq.is_decoding and seq.num_remaining > 0 and not seq.is_blocked
+        ]
 
     def decode_steps(self, sequences: list[Sequence], limit: int) -> int:
         """How many steps to decode these sequences in one program, at most `limit`."""
         steps = min(limit, max((seq.num_remaining for seq in sequences), default=0))
+        if any(seq.grammar is not None for seq in sequences):
+            steps = min(steps, MIN_DECODE_STEPS)  # tokens after one that is not allowed are lost
         if self.waiting and sequences:
             # The sequence that finishes first makes its slot available.
             shortest = min(seq.num_remaining for seq in sequences)

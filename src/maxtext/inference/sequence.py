@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from maxtext.inference.grammar import GrammarMatcher
 from maxtext.inference.sampling_params import SamplingParams
 
 
@@ -23,6 +24,8 @@ class Sequence:
     prefill_length: int = 0  # tokens to prefill before the next one is sampled
     common_length: int = 0  # tokens that another sequence of the prefix cache begins with, too
     finished: bool = False
+    grammar: GrammarMatcher | None = None  # constrains the tokens
+    in_flight: bool = False  # a program samples tokens for it, which its grammar does not know yet
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_ids)
@@ -35,6 +38,11 @@ class Sequence:
     @property
     def is_decoding(self) -> bool:
         return self.num_computed >= self.prefill_length
+
+    @property
+    def is_blocked(self) -> bool:
+        """Whether its next program needs the tokens of the one in flight."""
+        return self.grammar is not None and self.in_flight
 
     @property
     def last_position(self) -> int:

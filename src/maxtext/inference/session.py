@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from maxtext.inference.adapters import LoadedAdapter
 from maxtext.inference.engine import InferenceEngine
+from maxtext.inference.grammar import GrammarMatcher
 from maxtext.inference.processing import OutputProcessor
 from maxtext.inference.requests import Completion, CompletionDelta, GenerationRequest
 from maxtext.inference.sampling import derive_seed, fold_seed
@@ -24,6 +25,7 @@ class PreparedRequest:
     request: GenerationRequest
     original: GenerationRequest
     adapter: LoadedAdapter | None = None
+    grammar: GrammarMatcher | None = None  # at the beginning of its text
 
 
 class EngineSession:
@@ -51,7 +53,12 @@ class EngineSession:
             )
             self.sequences[request_id].add(sequence_id)
             params = replace(request.params, seed=seed)
-            self.engine.add_request(sequence_id, replace(request, params=params), prepared.adapter)
+            self.engine.add_request(
+                sequence_id,
+                replace(request, params=params),
+                prepared.adapter,
+                prepared.grammar and prepared.grammar.copy(),
+            )
 
     def abort(self, request_id: int) -> None:
         """Drop a request: its slots and blocks are free at once. An unknown id is ignored."""

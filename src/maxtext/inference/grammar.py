@@ -1,0 +1,125 @@
+"""Grammars that constrain sampling, by llguidance: which tokens may follow, as bits.
+
+A `GrammarCompiler` belongs to one model. It compiles the constraint of a request to a
+`GrammarMatcher`, which follows one sequence. Compiled grammars are kept, so a constraint that
+many requests share is compiled once.
+"""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from maxtext.common.extras import require
+from maxtext.inference.structured_outputs import StructuredOutputs
+from maxtext.inference.validation import RequestError
+from maxtext.tokenizers import Tokenizer
+from maxtext.tokenizers.token_bytes import concatenates, text_bytes
+
+MAX_CACHED = 128  # compiled grammars
+# One blank at most between the parts of a JSON text: with any number of them, a weak model would
+# write blanks up to its limit.
+JSON_OPTIONS = {"whitespace_pattern": " ?"}
+
+
+class GrammarMatcher:
+    """The state of a grammar after some tokens of a sequence."""
+
+    def __init__(self, inner: Any):
+        self.inner = inner
+
+    def copy(self) -> "GrammarMatcher":
+        return GrammarMatcher(self.inner.deep_copy())
+
+    def mask(self) -> np.ndarray:
+        """uint32 [ceil(V / 32)]: bit t % 32 of word t // 32 says whether token t may follow."""
+        return np.frombuffer(self.inner.compute_bitmask(), np.uint32)
+
+    def accept(self, token_ids: Sequence[int]) -> int:
+        """Append the longest beginning of these tokens that is allowed; returns its length."""
+        return self.inner.try_consume_tokens(list(token_ids))
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the text is complete and nothing may follow."""
+        return self.inner.is_stopped() and not self.inner.is_error()
+
+    @property
+    def error(self) -> str:
+        """Why the grammar cannot go on, such as a limit of its parser; empty if it can."""
+        return self.inner.get_error() if self.inner.is_error() else ""
+
+
+class GrammarCompiler:
+    """Thread-safe: the server compiles in worker threads."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: Sequence[int]):
+        """`vocab_size` is the model's, which may be larger than the tokenizer's. Raises
+        MissingExtra without llguidance, and RequestError if the model has no end-of-sequence token
+        or the tokenizer's tokens are not parts of the text.
+        """
+        self.library = require("llguidance", "structured output")
+        if not eos_ids:
+            raise RequestError(
+                "structured output needs an end-of-sequence token, and this model has none"
+            )
+        if not concatenates(tokenizer):
+            raise RequestError(
+                f"structured output needs tokens that are parts of the text, and {tokenizer.name} "
+                "joins words by rules of its own"
+            )
+        token_bytes = TokenBytes(tokenizer, vocab_size, eos_ids[0])
+        self.tokenizer = self.library.LLTokenizer(token_bytes, vocab_size, list(eos_ids))
+        self.lock = threading.Lock()
+        self.compiled: OrderedDict[tuple[str, str], Any] = OrderedDict()
+
+    def matcher(self, constraint: StructuredOutputs) -> GrammarMatcher:
+        """A matcher at the beginning of a text. Raises RequestError if the constraint cannot be
+        compiled.
+        """
+        key = constraint.kind, constraint.text
+        with self.lock:
+            matcher = self.compiled.get(key)
+        if matcher is None:
+            matcher = self.compile(constraint)
+        with self.lock:
+            self.compiled[key] = matcher
+            self.compiled.move_to_end(key)
+            while len(self.compiled) > MAX_CACHED:
+                self.compiled.popitem(last=False)
+            return GrammarMatcher(matcher.deep_copy())
+
+    def compile(self, constraint: StructuredOutputs) -> Any:
+        create = self.library.LLMatcher
+        try:
+            if constraint.kind == "json":
+                grammar = create.grammar_from_json_schema(constraint.text, overrides=JSON_OPTIONS)
+            else:
+                grammar = self.library.grammar_from(constraint.kind, constraint.text)
+            matcher = create(self.tokenizer, grammar, log_level=0)
+            error = matcher.get_error() if matcher.is_error() else ""
+        except (ValueError, RecursionError) as caught:
+            error = str(caught)
+        if error:
+            reason = " ".join(error.split())[:300]
+            raise RequestError(f"{constraint.param} cannot be compiled: {reason}", constraint.param)
+        return matcher
+
+
+class TokenBytes:
+    """A tokenizer as llguidance takes it: the bytes of every token."""
+
+    is_tokenizer_wrapper = True
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_id: int):
+        self.tokens = [text_bytes(tokenizer, token) for token in range(vocab_size)]
+        special = tokenizer.special_ids | {eos_id}
+        self.special_token_ids = sorted(token for token in special if token < vocab_size)
+        self.eos_token_id = eos_id
+        self.bos_token_id = tokenizer.bos_id
+        self.encode = tokenizer.encode
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        return self.encode(text if isinstance(text, str) else text.decode("utf-8", "replace"))

@@ -1,0 +1,103 @@
+"""What the text of a completion must match: JSON, a JSON schema, a regex, one of some texts, or a
+context-free grammar.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from maxtext.inference.validation import RequestError, shorten
+
+KINDS = ("json", "regex", "choice", "grammar")
+NAME = "structured_outputs"
+MAX_CHARACTERS = 1 << 20  # of a schema or a grammar
+
+
+@dataclass(frozen=True)
+class StructuredOutputs:
+    """A constraint of one kind. `text` is a JSON schema, a regex, a JSON list of texts, or a
+    grammar in Lark or GBNF syntax. `param` is the field of the request that it came from, for
+    errors.
+    """
+
+    kind: str
+    text: str
+    param: str = NAME
+
+    @classmethod
+    def parse(cls, value: Any) -> "StructuredOutputs":
+        """{"json": schema}, {"regex": text}, {"choice": [text, ...]} or {"grammar": text}. A schema
+        is an object, a JSON text, or true for any object. Raises RequestError for anything else.
+        """
+        if isinstance(value, StructuredOutputs):
+            return value
+        given = dict(value) if isinstance(value, Mapping) else {}
+        if len(given) != 1 or next(iter(given)) not in KINDS:
+            raise RequestError(
+                f"{NAME} must be an object with exactly one of {', '.join(KINDS)}, not "
+                f"{shorten(value)}",
+                NAME,
+            )
+        ((kind, content),) = given.items()
+        if kind == "json":
+            return cls(kind, schema_text(content, NAME))
+        if kind == "choice":
+            texts = content if isinstance(content, list | tuple) else ()
+            if not texts or not all(isinstance(text, str) and text for text in texts):
+                raise RequestError(
+                    f"{NAME}.choice must be a list of texts, none of them empty", NAME
+                )
+            return cls(kind, limited(json.dumps(list(texts)), NAME))
+        if not isinstance(content, str) or not content:
+            raise RequestError(f"{NAME}.{kind} must be text, not {shorten(content)}", NAME)
+        return cls(kind, limited(content, NAME))
+
+
+def parse_response_format(value: Any) -> StructuredOutputs | None:
+    """The `response_format` of OpenAI's API: {"type": "text"}, {"type": "json_object"}, or
+    {"type": "json_schema", "json_schema": {"schema": ...}}. Raises RequestError for other values.
+    """
+    name = "response_format"
+    kind = value.get("type") if isinstance(value, Mapping) else None
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return StructuredOutputs("json", schema_text(True, name), name)
+    if kind == "json_schema":
+        content = value.get("json_schema")
+        schema = content.get("schema") if isinstance(content, Mapping) else None
+        if schema is None:
+            raise RequestError(f"{name}.json_schema.schema is missing", name)
+        return StructuredOutputs("json", schema_text(schema, name), name)
+    raise RequestError(
+        f"{name}.type must be text, json_object or json_schema, not {shorten(kind or value)}", name
+    )
+
+
+def schema_text(schema: Any, param: str) -> str:
+    """A schema as canonical JSON."""
+    if schema is True:
+        schema = {"type": "object"}
+    if isinstance(schema, str):
+        try:
+            schema = json.loads(schema)
+        except (ValueError, RecursionError) as error:
+            raise RequestError(f"{param} has a schema that is not JSON: {error}", param) from error
+    if not isinstance(schema, Mapping):
+        raise RequestError(
+            f"{param} must have a JSON schema, an object, not {shorten(schema)}", param
+        )
+    try:
+        text = json.dumps(schema, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise RequestError(f"{param} has a schema that is not JSON: {error}", param) from error
+    return limited(text, param)
+
+
+def limited(text: str, param: str) -> str:
+    if len(text) > MAX_CHARACTERS:
+        raise RequestError(
+            f"{param} has {len(text)} characters: {MAX_CHARACTERS} are the most", param
+        )
+    return text

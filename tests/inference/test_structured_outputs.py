@@ -1,0 +1,311 @@
+"""Structured output: the text matches its grammar, and the tokens are those of masking every step.
+
+The model is random, with a token for each byte, so that nothing but the masks leads to JSON.
+"""
+
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxtext import LLM
+from maxtext.inference import GenerationRequest, SamplingParams
+from maxtext.inference.engine import InferenceEngine
+from maxtext.inference.executor import Executor
+from maxtext.inference.grammar import GrammarCompiler
+from maxtext.inference.sampling import BatchedSamplingParams, sample
+from maxtext.inference.structured_outputs import StructuredOutputs, parse_response_format
+from maxtext.inference.validation import RequestError
+from maxtext.tokenizers import ByteTokenizer
+from tests.inference.test_scheduler import (
+    HARDEST,
+    LAYOUTS,
+    VOCABULARY,
+    compiled,
+    random_weights,
+)
+
+llguidance = pytest.importorskip("llguidance")
+jsonschema = pytest.importorskip("jsonschema")
+pytestmark = pytest.mark.usefixtures("few_programs")
+
+EOS = 2
+SIZES = {
+    "base_emb_dim": 32,
+    "base_num_query_heads": 2,
+    "base_num_kv_heads": 1,
+    "head_dim": 16,
+    "base_mlp_dim": 48,
+    "base_num_decoder_layers": 2,
+    "vocab_size": 290,  # more than the tokenizer has
+    "override_model_config": True,
+    "dtype": "float32",
+    "weight_dtype": "float32",
+    "matmul_precision": "highest",
+    "attention": "dot_product",
+    "tokenizer_path": "byte",
+    "max_target_length": 256,
+    "per_device_batch_size": 8,
+}
+SCHEMAS = [
+    {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "maxLength": 8},
+            "age": {"type": "integer", "minimum": 0, "maximum": 120},
+            "ok": {"type": "boolean"},
+        },
+        "required": ["name", "age", "ok"],
+        "additionalProperties": False,
+    },
+    {
+        "type": "array",
+        "items": {"enum": ["red", "green", "blue"]},
+        "minItems": 1,
+        "maxItems": 3,
+    },
+    {
+        "$defs": {"p": {"type": "integer", "minimum": -9, "maximum": 9}},
+        "type": "object",
+        "properties": {
+            "a": {"$ref": "#/$defs/p"},
+            "b": {"anyOf": [{"$ref": "#/$defs/p"}, {"type": "null"}]},
+        },
+        "required": ["a", "b"],
+        "additionalProperties": False,
+    },
+    {
+        "type": "object",
+        "properties": {"d": {"type": "string", "pattern": "^[0-9]{4}-[0-9]{2}$"}},
+        "required": ["d"],
+        "additionalProperties": False,
+    },
+]
+
+
+@pytest.fixture(scope="module")
+def byte_llm():
+    return LLM.load("qwen3-0.6b", **SIZES)
+
+
+def request(constraint, prompt="Say", **params):
+    params = {"temperature": 1.0, "max_new_tokens": 200} | params
+    return GenerationRequest(prompt, SamplingParams(structured_outputs=constraint, **params))
+
+
+def complete(llm, requests):
+    return sorted(llm.completions(iter(requests)), key=lambda completion: completion.index)
+
+
+def test_json_of_a_random_model_validates(byte_llm):
+    """In a batch with free requests, which do not change."""
+    free = [
+        GenerationRequest(prompt, SamplingParams(temperature=1.0, max_new_tokens=30, seed=seed))
+        for seed, prompt in enumerate(["one", "two", "three"])
+    ]
+    alone = [completion.token_ids for completion in complete(byte_llm, free)]
+    constrained = [request({"json": SCHEMAS[i % 4]}, seed=i) for i in range(12)]
+    completions = complete(byte_llm, [*free, *constrained])
+    assert [completion.token_ids for completion in completions[:3]] == alone
+    for index, completion in enumerate(completions[3:]):
+        assert (completion.finish_reason, completion.error) == ("end", None)
+        jsonschema.validate(json.loads(completion.text), SCHEMAS[index % 4])
+    assert len({completion.text for completion in completions[3:]}) > 8
+
+
+def mask_every_step(llm, request):
+    """The tokens of a request, with a mask for each of them, from the logits of the whole
+    sequence.
+    """
+    params, tokenizer = request.params, ByteTokenizer()
+    compiler = GrammarCompiler(tokenizer, llm.config.vocab_size, [EOS])
+    matcher = compiler.matcher(params.structured_outputs).inner
+    ids = tokenizer.encode_prompt(request.prompt)
+    start = len(ids)
+    while len(ids) - start < params.max_new_tokens and not matcher.is_stopped():
+        padded = np.zeros(64, np.int32)
+        padded[: len(ids)] = ids
+        logits = np.array(llm.logits(padded)[len(ids) - 1], np.float32)
+        bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
+        logits[bits[: len(logits)] == 0] = -np.inf
+        key = jax.random.fold_in(jax.random.key(params.seed), len(ids))
+        batched = BatchedSamplingParams.from_params([params])
+        token = int(sample(jnp.asarray(logits)[None], key[None], batched, params.mode)[0])
+        assert matcher.consume_token(token)
+        ids.append(token)
+    return ids[start:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "params",
+    [{}, {"temperature": 0.0}, {"top_k": 40}, {"min_p": 0.4}],
+    ids=["sampled", "greedy", "top_k", "min_p"],
+)
+def test_tokens_are_those_of_a_mask_in_every_step(byte_llm, params, monkeypatch):
+    """A regex with some freedom, so that free samples are often allowed and often not. Without
+    truncation, a program gives several tokens.
+    """
+    programs = []
+
+    def spy(executor, batch, decode=Executor.decode):
+        programs.append(batch)
+        return decode(executor, batch)
+
+    monkeypatch.setattr(Executor, "decode", spy)
+    constraint = {"regex": "[^a-m]{3,20}[a-z]{2}"}
+    requests = [request(constraint, seed=seed, max_new_tokens=40, **params) for seed in range(3)]
+    got = [list(completion.token_ids) for completion in complete(byte_llm, requests)]
+    assert got == [mask_every_step(byte_llm, each) for each in requests]
+    longest = max(map(len, got))
+    if params == {}:
+        assert len(programs) < longest - 1
+    elif "top_k" in params or "min_p" in params:
+        assert len(programs) == longest - 1
+
+
+@pytest.mark.parametrize(
+    ("constraint", "pattern"),
+    [
+        ({"regex": r"[a-c]{4}-\d{2}"}, r"[a-c]{4}-\d{2}"),
+        ({"choice": ["alpha", "beta", 'a "quoted" one']}, 'alpha|beta|a "quoted" one'),
+        ({"grammar": 'start: "(" start ")" | "x"'}, r"\(*x\)*"),
+        ({"grammar": 'root ::= "yes" | "no"'}, "yes|no"),
+    ],
+    ids=["regex", "choice", "Lark", "GBNF"],
+)
+@pytest.mark.slow
+def test_kinds_of_constraints(byte_llm, constraint, pattern):
+    for completion in complete(byte_llm, [request(constraint, seed=seed) for seed in range(4)]):
+        assert completion.finish_reason == "end"
+        assert re.fullmatch(pattern, completion.text)
+
+
+@pytest.mark.slow
+def test_choices_and_penalties(byte_llm):
+    """Each choice has a matcher of its own, and penalties act on what the grammar allows."""
+    penalized = request({"regex": "[ab]{12}"}, n=3, seed=4, frequency_penalty=2.0)
+    texts = [completion.text for completion in complete(byte_llm, [penalized])]
+    assert len(texts) == 3
+    for text in texts:
+        assert re.fullmatch("[ab]{12}", text)
+        assert abs(text.count("a") - text.count("b")) <= 6
+    greedy = request({"regex": "[ab]{12}"}, temperature=0.0, frequency_penalty=2.0)
+    (text,) = [completion.text for completion in complete(byte_llm, [greedy])]
+    assert abs(text.count("a") - text.count("b")) <= 2
+
+
+@pytest.mark.slow
+def test_length_limit_cuts_the_text(byte_llm):
+    (completion,) = complete(byte_llm, [request({"regex": "a{50}"}, max_new_tokens=7)])
+    assert (completion.finish_reason, completion.text) == ("length", "a" * 7)
+
+
+@pytest.mark.parametrize(
+    ("constraint", "message"),
+    [
+        ({"json": {"type": "sometimes"}}, "cannot be compiled: Invalid type: sometimes"),
+        ({"json": "{"}, "has a schema that is not JSON"),
+        ({"json": 5}, "must have a JSON schema, an object, not 5"),
+        ({"json": {"minimum": float("nan")}}, "has a schema that is not JSON"),
+        ({"regex": "(("}, "cannot be compiled: "),
+        ({"regex": ""}, "structured_outputs.regex must be text"),
+        ({"grammar": "start: missing"}, "cannot be compiled: "),
+        ({"choice": []}, "choice must be a list of texts, none of them empty"),
+        ({"choice": ["a", 5]}, "choice must be a list of texts"),
+        ({"regex": "a", "choice": ["a"]}, "exactly one of json, regex, choice, grammar"),
+        ({"yaml": "a"}, "exactly one of json"),
+        ("json", "exactly one of json"),
+        ({"regex": "a" * (1 << 21)}, "are the most"),
+    ],
+)
+def test_invalid_constraints(constraint, message):
+    compiler = GrammarCompiler(ByteTokenizer(), 290, [EOS])
+    with pytest.raises(RequestError, match=message) as caught:
+        compiler.matcher(SamplingParams(structured_outputs=constraint).structured_outputs)
+    assert caught.value.param == "structured_outputs"
+
+
+def test_response_format():
+    assert parse_response_format({"type": "text"}) is None
+    any_object = parse_response_format({"type": "json_object"})
+    assert json.loads(any_object.text) == {"type": "object"}
+    wrapped = {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMAS[0]}}
+    constraint = parse_response_format(wrapped)
+    assert (constraint.kind, json.loads(constraint.text)) == ("json", SCHEMAS[0])
+    bad = [
+        {"type": "yaml"},
+        {"type": "json_schema"},
+        {"type": "json_schema", "json_schema": 5},
+        "x",
+    ]
+    for value in bad:
+        with pytest.raises(RequestError, match=r"response_format\.") as caught:
+            parse_response_format(value)
+        assert caught.value.param == "response_format"
+
+
+def test_constraints_are_compiled_once(monkeypatch):
+    compiler = GrammarCompiler(ByteTokenizer(), 290, [EOS])
+    texts = []
+
+    def spy(constraint, run=compiler.compile):
+        texts.append(constraint.text)
+        return run(constraint)
+
+    monkeypatch.setattr(compiler, "compile", spy)
+    monkeypatch.setattr("maxtext.inference.grammar.MAX_CACHED", 2)
+    for text in ("a+", "b+", "a+", "c+", "a+", "b+"):
+        matcher = compiler.matcher(StructuredOutputs("regex", text))
+        assert matcher.accept(ByteTokenizer().encode(text[0] + "!")) == 1
+    assert texts == ["a+", "b+", "c+", "b+"]  # b+ was the least recently used
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [
+        ("causal", HARDEST),
+        ("window", "contiguous"),
+        pytest.param("recomputed", "chunked", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_every_kind_of_cache(kind, layout):
+    """Caches that can drop tokens and caches that cannot, with preemptions. The vocabulary of 41
+    has the characters from space to %.
+    """
+    compiler = GrammarCompiler(ByteTokenizer(), VOCABULARY, [EOS])
+    constraint = StructuredOutputs("regex", "[ !#$%]{4,9}")
+    programs, weights = compiled(kind, *LAYOUTS[layout]), random_weights(kind)
+
+    def generate(indices):
+        engine = InferenceEngine(programs, weights, 4, 64)
+        tokens = {index: [] for index in indices}
+        for index in indices:
+            prompt = [(7 * index + position) % 38 + 3 for position in range(9)]
+            params = SamplingParams(1.0, max_new_tokens=12, seed=index, stop_token_ids=(EOS,))
+            grammar = compiler.matcher(constraint) if index % 2 else None
+            engine.add_request(index, GenerationRequest(prompt, params), grammar=grammar)
+        while engine.has_unfinished:
+            for output in engine.step():
+                assert output.error is None
+                tokens[output.request_id] += output.sampled_tokens
+        assert engine.prefix_cache.pool.num_referenced == 0
+        return tokens
+
+    together = generate(range(8))
+    for index in range(8):
+        assert generate([index])[index] == together[index]
+        if index % 2:
+            assert re.fullmatch("[ !#$%]{4,9}", ByteTokenizer().decode(together[index]))
+
+
+def test_ids_without_bytes_are_never_allowed():
+    matcher = GrammarCompiler(ByteTokenizer(), 290, [EOS]).matcher(StructuredOutputs("regex", ".+"))
+    bits = np.unpackbits(matcher.mask().view(np.uint8), bitorder="little")[:290]
+    assert not bits[:3].any()
+    assert not bits[259:].any()
+    assert bits[ByteTokenizer().encode("a")].all()
