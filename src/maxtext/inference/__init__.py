@@ -5,6 +5,8 @@ from typing import Any
 
 MODULES = {
     "LLM": "llm",
+    "AsyncEngine": "async_engine",
+    "EngineError": "streams",
     "GenerationRequest": "requests",
     "Completion": "requests",
     "SamplingParams": "sampling_params",

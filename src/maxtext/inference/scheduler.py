@@ -43,6 +43,7 @@ class Scheduler:
         self.block_size = cache.block_size
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # the oldest first
+        self.unfinished: dict[int, Sequence] = {}  # waiting and running, by request id
         self.free_slots = list(range(num_slots))[::-1]
         # Slots whose sequence the host has finished, while the device may still extend it.
         self.finished_slots: set[int] = set()
@@ -60,19 +61,22 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         self.waiting.append(sequence)
+        self.unfinished[sequence.request_id] = sequence
 
     def abort(self, request_id: int) -> None:
-        """Drop a request. Programs in flight may still compute tokens for it."""
-        for sequence in [*self.waiting, *self.running]:
-            if sequence.request_id != request_id:
-                continue
-            sequence.finished = True
-            if sequence in self.running:
-                self.finished_slots.add(sequence.slot)
-                self.release(sequence)
-            else:
-                self.waiting.remove(sequence)
-                self.blocked = False
+        """Drop a request; its slot and blocks are free at once. Programs in flight may still
+        compute tokens for it.
+        """
+        sequence = self.unfinished.pop(request_id, None)
+        if sequence is None:
+            return
+        sequence.finished = True
+        if sequence.slot >= 0:
+            self.finished_slots.add(sequence.slot)
+            self.release(sequence)
+        else:
+            self.waiting.remove(sequence)
+            self.blocked = False
 
     def uses_prefix_cache(self, sequence: Sequence) -> bool:
         """Whether a sequence looks for its prefix in the cache, and inserts its prompt. Choices of
@@ -243,6 +247,7 @@ class Scheduler:
 
     def finish(self, sequence: Sequence, cacheable: bool = True) -> None:
         sequence.finished = True
+        del self.unfinished[sequence.request_id]
         self.release(sequence, cacheable)
 
     def release(self, sequence: Sequence, cacheable: bool = True) -> None:

@@ -1,0 +1,329 @@
+"""An engine in a thread of its own, for servers: many threads or event loops submit requests, and
+each receives the deltas of its own.
+
+The thread alone touches the engine. Other threads send it commands by a queue. What a step produces
+goes to each event loop in one call, so that many streams wake it up once a step.
+"""
+
+import itertools
+import queue
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from maxtext.common.log import LOGGER
+from maxtext.inference.llm import LLM
+from maxtext.inference.requests import GenerationRequest
+from maxtext.inference.session import EngineSession, PreparedRequest
+from maxtext.inference.streams import (
+    END,
+    AsyncCompletionStream,
+    BaseStream,
+    CompletionStream,
+    EngineError,
+    item_size,
+)
+
+MAX_FAILURES = 2  # of steps: the engine is created again after the first
+MAX_BACKLOG = 256 * 1024  # characters and tokens that a consumer has not read
+STALL_SECONDS = 30.0  # after which a request with such a backlog is dropped
+MAX_RETRY_AFTER = 60.0
+POLL_SECONDS = 0.1  # between checks of deadlines and backlogs
+STREAM = TypeVar("STREAM", bound=BaseStream)
+Event = tuple[BaseStream, Any]
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """The state of the engine after its last step. Counters are since the start."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_blocks: int = 0
+    num_blocks_in_use: int = 0
+    num_blocks_cached: int = 0
+    num_preemptions: int = 0
+    prefix_cache_queries: int = 0  # in tokens
+    prefix_cache_hits: int = 0
+    generation_tokens: int = 0
+
+
+class AsyncEngine:
+    """Serves up to `slots` sequences at a time, and lets `max_queue` more wait."""
+
+    def __init__(
+        self,
+        llm: LLM,
+        slots: int | None = None,
+        length: int | None = None,
+        max_queue: int = 1024,
+    ):
+        """`slots` and `length` default to the global batch size and max_target_length of the
+        configuration. The thread starts at once.
+        """
+        self.llm = llm
+        self.size = (
+            slots or llm.config.global_batch_size_to_load,
+            length or llm.config.max_target_length,
+        )
+        self.engine = llm.engine_for(*self.size)
+        self.capacity = self.engine.cache_config.slots + max_queue
+        self.commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self.lock = threading.Lock()  # of the next two
+        self.num_open = 0  # sequences of unfinished requests
+        self.status = "ready"  # draining, engine_failed
+        self.request_ids = itertools.count()
+        self.idle = threading.Event()  # no request is open
+        self.idle.set()
+        self.stats = EngineStats()
+        # The rest belongs to the thread.
+        self.session = EngineSession(self.engine, llm.tokenizer)
+        self.streams: dict[int, BaseStream] = {}
+        self.events: list[Event] = []
+        self.num_failures = 0
+        self.generation_tokens = 0
+        self.checked_at = 0.0
+        self.seconds_per_request = 1.0  # that leaves the engine, as a moving average
+        self.finished_at = time.monotonic()
+        self.stopping = False
+        self.thread = threading.Thread(target=self.run, name="maxtext-engine", daemon=True)
+        self.thread.start()
+
+    # For callers, in any thread.
+
+    def submit(self, request: GenerationRequest, timeout: float | None = None) -> CompletionStream:
+        """Queue a request and return its stream, for a consumer in a thread.
+
+        Tokenizes and checks the request in the caller's thread. Raises UserError if it is invalid,
+        and EngineError if the queue is full or the engine does not accept requests. `timeout` is in
+        seconds, from now to the last token.
+        """
+        return self.open_stream(CompletionStream, self.prepare(request), timeout)
+
+    def submit_async(
+        self, prepared: PreparedRequest, timeout: float | None = None
+    ) -> AsyncCompletionStream:
+        """Queue what `prepare` returned and return its stream, for a consumer in the running event
+        loop. Raises EngineError as `submit` does.
+        """
+        return self.open_stream(AsyncCompletionStream, prepared, timeout)
+
+    def prepare(self, request: GenerationRequest) -> PreparedRequest:
+        """Tokenize and check a request, and compile its grammar, which may take a while. Raises
+        UserError if it is invalid.
+        """
+        return self.llm.prepare(self.engine, request)
+
+    def open_stream(
+        self, kind: type[STREAM], prepared: PreparedRequest, timeout: float | None
+    ) -> STREAM:
+        request = prepared.request
+        num_choices = request.params.n
+        with self.lock:
+            self.check_accepts(num_choices)
+            self.num_open += num_choices
+            self.idle.clear()
+        deadline = float("inf") if timeout is None else time.monotonic() + timeout
+        prompt_ids = tuple(int(token) for token in request.prompt)
+        stream = kind(next(self.request_ids), prompt_ids, num_choices, self.cancel, deadline)
+        self.commands.put(lambda: self.start(stream, prepared))
+        return stream
+
+    def check_accepts(self, num_choices: int) -> None:
+        """Raise EngineError unless a request may be queued now."""
+        if self.status == "draining":
+            raise EngineError("the engine is shutting down", "draining", retry_after=1.0)
+        if self.status == "engine_failed":
+            raise EngineError("the engine has failed", "engine_failed", retry_after=30.0)
+        if self.num_open and self.num_open + num_choices > self.capacity:
+            excess = self.num_open + num_choices - self.capacity
+            raise EngineError(
+                f"the queue is full: {self.num_open} sequences are running or waiting",
+                "queue_full",
+                retry_after=min(max(excess * self.seconds_per_request, 1.0), MAX_RETRY_AFTER),
+            )
+
+    def cancel(self, request_id: int) -> None:
+        """Drop a request. Its slots and blocks are free after the step in progress."""
+        self.commands.put(lambda: self.end(request_id, END))
+
+    def drain(self, timeout: float) -> bool:
+        """Accept no more requests, drop those that wait, and wait for the running ones. After
+        `timeout` seconds these are dropped, too; returns whether all of them were finished.
+        """
+        with self.lock:
+            if self.status == "ready":
+                self.status = "draining"
+        self.commands.put(self.drop_waiting)
+        finished = self.idle.wait(timeout)
+        if not finished:
+            self.commands.put(lambda: self.end_all(self.draining_error()))
+        return finished
+
+    def close(self) -> None:
+        """End the thread. Unfinished requests are dropped."""
+        with self.lock:
+            if self.status == "ready":
+                self.status = "draining"
+        self.commands.put(None)
+        self.thread.join()
+
+    @staticmethod
+    def draining_error() -> EngineError:
+        return EngineError("the engine is shutting down", "draining", retry_after=1.0)
+
+    # The thread.
+
+    def run(self) -> None:
+        while not self.stopping:
+            with self.engine.lease():
+                self.serve()
+            self.recover()
+        self.end_all(self.draining_error())
+        self.publish()
+
+    def serve(self) -> None:
+        """Run commands and steps until the engine fails or is closed."""
+        while not self.stopping and not self.engine.failed:
+            try:
+                self.run_commands(wait=not self.session.has_unfinished)
+                if self.session.has_unfinished:
+                    self.step()
+                self.check_streams()
+            except Exception:
+                LOGGER.exception("the engine failed")
+                self.engine.failed = True
+            self.publish()
+
+    def step(self) -> None:
+        deltas = self.session.step()
+        streams = [self.streams[delta.index] for delta in deltas]
+        for stream, delta in zip(streams, deltas, strict=True):
+            self.generation_tokens += len(delta.token_ids)
+            stream.num_put += item_size(delta)
+            self.events.append((stream, delta))
+            if delta.completion is not None:
+                self.count_finished(stream, 1)
+
+    def run_commands(self, wait: bool) -> None:
+        """Run the commands that are there; with `wait`, at least one."""
+        while True:
+            try:
+                command = self.commands.get(block=wait)
+            except queue.Empty:
+                return
+            wait = False
+            if command is None:
+                self.stopping = True
+                return
+            command()
+
+    def start(self, stream: BaseStream, prepared: PreparedRequest) -> None:
+        self.streams[stream.request_id] = stream
+        self.session.add(stream.request_id, prepared)
+
+    def end(self, request_id: int, item: Any) -> None:
+        """Drop a request; `item` is the last of its stream. An unknown id is ignored."""
+        stream = self.streams.get(request_id)
+        if stream is None:
+            return
+        num_unfinished = len(self.session.sequences.get(request_id, ()))
+        if self.engine.failed:  # its scheduler may be inconsistent
+            self.session.sequences.pop(request_id, None)
+        else:
+            self.session.abort(request_id)
+        self.events.append((stream, item))
+        self.count_finished(stream, num_unfinished)
+
+    def end_all(self, error: EngineError) -> None:
+        for request_id in list(self.streams):
+            self.end(request_id, error)
+
+    def drop_waiting(self) -> None:
+        """Drop requests of which no choice has started."""
+        waiting = {sequence.request_id for sequence in self.engine.scheduler.waiting}
+        for request_id, sequence_ids in list(self.session.sequences.items()):
+            has_finished = len(sequence_ids) < self.streams[request_id].num_choices
+            if sequence_ids <= waiting and not has_finished:
+                self.end(request_id, self.draining_error())
+
+    def count_finished(self, stream: BaseStream, count: int) -> None:
+        """Count finished choices, and forget the stream after its last."""
+        if stream.request_id not in self.session.sequences:
+            self.streams.pop(stream.request_id, None)
+        now = time.monotonic()
+        self.seconds_per_request += 0.1 * (now - self.finished_at - self.seconds_per_request)
+        self.finished_at = now
+        with self.lock:
+            self.num_open -= count
+            if not self.num_open:
+                self.idle.set()
+
+    def check_streams(self) -> None:
+        """Drop requests whose deadline has passed or whose consumer does not read."""
+        now = time.monotonic()
+        if now - self.checked_at < POLL_SECONDS:
+            return
+        self.checked_at = now
+        for request_id, stream in list(self.streams.items()):
+            if now > stream.deadline:
+                seconds = now - stream.submitted_at
+                message = f"the request is not finished after {seconds:.0f} seconds"
+                self.end(request_id, EngineError(message, "request_timeout"))
+            elif stream.backlog > MAX_BACKLOG and now - stream.read_at > STALL_SECONDS:
+                message = f"no delta was read for {STALL_SECONDS:.0f} seconds"
+                self.end(request_id, EngineError(message, "slow_consumer"))
+
+    def publish(self) -> None:
+        """Send the events to their streams, with one call for each event loop."""
+        self.update_stats()
+        by_loop: dict[Any, list[Event]] = defaultdict(list)
+        for stream, item in self.events:
+            by_loop[stream.loop].append((stream, item))
+        self.events = []
+        for loop, events in by_loop.items():
+            if loop is None:
+                put_all(events)
+                continue
+            try:
+                loop.call_soon_threadsafe(put_all, events)
+            except RuntimeError:  # the loop is closed: nobody reads
+                for stream, _ in events:
+                    self.end(stream.request_id, END)
+
+    def recover(self) -> None:
+        """After a failure, end all requests and create the engine again, once."""
+        if not self.engine.failed:
+            return
+        self.num_failures += 1
+        self.end_all(EngineError("a step of the engine failed", "engine_failed", retry_after=1.0))
+        self.publish()
+        if self.num_failures >= MAX_FAILURES:
+            with self.lock:
+                self.status = "engine_failed"
+            self.stopping = True
+            return
+        self.engine = self.llm.engine_for(*self.size)
+        self.session = EngineSession(self.engine, self.llm.tokenizer)
+
+    def update_stats(self) -> None:
+        scheduler, cache = self.engine.scheduler, self.engine.prefix_cache
+        self.stats = EngineStats(
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            num_blocks=cache.pool.num_blocks,
+            num_blocks_in_use=cache.pool.num_referenced,
+            num_blocks_cached=len(cache.idle),
+            num_preemptions=scheduler.num_preemptions,
+            prefix_cache_queries=cache.hits + cache.misses,
+            prefix_cache_hits=cache.hits,
+            generation_tokens=self.generation_tokens,
+        )
+
+
+def put_all(events: Iterable[Event]) -> None:
+    for stream, item in events:
+        stream.put(item)

@@ -1,0 +1,128 @@
+"""The deltas of one request on their way from the engine's thread to a consumer.
+
+A `CompletionStream` is iterated in a thread, an `AsyncCompletionStream` in an event loop. Both end
+after the last delta of the last choice, or raise the error that ended the request.
+"""
+
+import asyncio
+import queue
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+from maxtext.common.errors import UserError
+from maxtext.inference.requests import Completion, CompletionDelta
+
+
+class EngineError(UserError):
+    """A request that the engine does not serve, though nothing is wrong with it. `code` is
+    queue_full, draining, engine_failed, request_timeout or slow_consumer; `retry_after` is in
+    seconds, if it makes sense to try again.
+    """
+
+    def __init__(self, message: str, code: str, retry_after: float | None = None):
+        super().__init__(message)
+        self.code = code
+        self.retry_after = retry_after
+
+
+END = object()  # the last item of a stream whose request was cancelled
+
+
+class BaseStream(ABC):
+    """`request_id` is unique in its engine. `prompt_ids` are the tokens of the prompt."""
+
+    loop: asyncio.AbstractEventLoop | None = None
+
+    def __init__(
+        self,
+        request_id: int,
+        prompt_ids: tuple[int, ...],
+        num_choices: int,
+        cancel: Callable[[int], None],
+        deadline: float,
+    ):
+        self.request_id = request_id
+        self.prompt_ids = prompt_ids
+        self.num_choices = num_choices
+        self.cancel_request = cancel
+        self.deadline = deadline
+        self.completions: list[Completion] = []  # that the consumer has received
+        self.num_put = 0  # characters and tokens; written by the engine's thread only
+        self.num_read = 0  # written by the consumer only
+        self.read_at = self.submitted_at = time.monotonic()
+
+    @abstractmethod
+    def put(self, item: Any) -> None:
+        """Append a delta, an exception or END. Runs in the thread of the consumer's loop, if the
+        stream has one."""
+
+    def cancel(self) -> None:
+        """Drop the request: its slots and blocks are free after the step in progress. May be
+        called from any thread, and more than once.
+        """
+        self.cancel_request(self.request_id)
+
+    @property
+    def is_finished(self) -> bool:
+        return len(self.completions) == self.num_choices
+
+    @property
+    def backlog(self) -> int:
+        return self.num_put - self.num_read
+
+    def receive(self, item: Any) -> CompletionDelta | None:
+        """The delta of an item; None at the end. Raises the error that ended the request."""
+        if item is END:
+            return None
+        if isinstance(item, BaseException):
+            raise item
+        self.read_at = time.monotonic()
+        self.num_read += item_size(item)
+        if item.completion is not None:
+            self.completions.append(item.completion)
+        return item
+
+
+class CompletionStream(BaseStream):
+    """Iterate it in one thread: the engine runs in another."""
+
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        self.items: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def put(self, item: Any) -> None:
+        self.items.put(item)
+
+    def __iter__(self) -> "CompletionStream":
+        return self
+
+    def __next__(self) -> CompletionDelta:
+        if self.is_finished or (delta := self.receive(self.items.get())) is None:
+            raise StopIteration
+        return delta
+
+
+class AsyncCompletionStream(BaseStream):
+    """Iterate it with `async for` in the event loop that it was submitted from."""
+
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        self.loop = asyncio.get_running_loop()
+        self.items: asyncio.Queue[Any] = asyncio.Queue()
+
+    def put(self, item: Any) -> None:
+        self.items.put_nowait(item)
+
+    def __aiter__(self) -> "AsyncCompletionStream":
+        return self
+
+    async def __anext__(self) -> CompletionDelta:
+        if self.is_finished or (delta := self.receive(await self.items.get())) is None:
+            raise StopAsyncIteration
+        return delta
+
+
+def item_size(item: CompletionDelta) -> int:
+    return len(item.text) + len(item.token_ids)

@@ -1,0 +1,199 @@
+"""The engine in a thread: many streams at a time, each equal to what `LLM.generate` returns."""
+
+import asyncio
+import threading
+import time
+
+import pytest
+
+from maxtext.inference import AsyncEngine, EngineError, GenerationRequest, SamplingParams
+from maxtext.inference import async_engine as module
+from maxtext.inference.executor import Executor
+from maxtext.inference.validation import RequestError
+
+pytestmark = pytest.mark.usefixtures("few_programs")
+LONG = {"max_new_tokens": 110, "ignore_eos": True}
+
+
+@pytest.fixture
+def engine(llm):
+    engine = AsyncEngine(llm, slots=8, length=128, max_queue=200)
+    yield engine
+    engine.close()
+    assert llm.engine is None or not any(each.leased for each in llm.engines)
+
+
+def wait_until(condition, seconds=20.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.01)
+
+
+def is_free(engine):
+    return engine.stats.num_blocks_in_use == engine.stats.num_running == engine.num_open == 0
+
+
+def requests(count):
+    """Of many lengths, greedy and sampled, some with two choices."""
+    return [
+        GenerationRequest(
+            f"w{3 + index % 50} w{5 + index % 7}",
+            SamplingParams(
+                temperature=(index % 3) / 2,
+                max_new_tokens=3 + index % 11,
+                seed=index,
+                n=1 + (index % 8 == 0),
+                ignore_eos=True,
+            ),
+        )
+        for index in range(count)
+    ]
+
+
+def test_64_streams(llm, engine):
+    """Half of them in one event loop, half in threads of their own; from both, deltas make up the
+    text, and the completions are those of `LLM.completions`.
+    """
+    given = requests(64)
+    texts, completions = {}, {}
+
+    def add(index, delta):
+        key = index, delta.choice
+        texts[key] = texts.get(key, "") + delta.text
+        if delta.completion is not None:
+            completions[key] = delta.completion
+
+    def consume(index):
+        for delta in engine.submit(given[index]):
+            add(index, delta)
+
+    async def consume_async(index):
+        prepared = await asyncio.to_thread(engine.prepare, given[index])
+        async for delta in engine.submit_async(prepared):
+            add(index, delta)
+
+    async def consume_all():
+        await asyncio.gather(*(consume_async(index) for index in range(0, 64, 2)))
+
+    threads = [threading.Thread(target=consume, args=[index]) for index in range(1, 64, 2)]
+    for thread in threads:
+        thread.start()
+    asyncio.run(consume_all())
+    for thread in threads:
+        thread.join()
+    expected = {(each.index, each.choice): each for each in llm.completions(given)}
+    assert {key: each.token_ids for key, each in completions.items()} == {
+        key: each.token_ids for key, each in expected.items()
+    }
+    assert texts == {key: each.text for key, each in expected.items()}
+    wait_until(lambda: is_free(engine))
+    assert engine.stats.generation_tokens == sum(len(e.token_ids) for e in expected.values())
+
+
+def test_cancelled_request_frees_its_blocks(engine):
+    """Running and waiting requests, from another thread, with all of their choices."""
+    running = engine.submit(GenerationRequest("w5", SamplingParams(n=8, **LONG)))
+    waiting = engine.submit(GenerationRequest("w6", SamplingParams(**LONG)))
+    next(running)
+    assert engine.stats.num_waiting + engine.stats.num_running > 0
+    waiting.cancel()
+    assert list(waiting) == []
+    running.cancel()
+    running.cancel()
+    assert not any(delta.completion for delta in running)
+    wait_until(lambda: is_free(engine))
+    assert engine.stats.generation_tokens < 8 * 110
+    assert len(list(engine.submit(GenerationRequest("w5")))) > 0
+
+
+def test_full_queue_and_deadlines(llm, monkeypatch):
+    monkeypatch.setattr(module, "POLL_SECONDS", 0.0)
+    engine = AsyncEngine(llm, slots=8, length=128, max_queue=2)
+    try:
+        stream = engine.submit(GenerationRequest("w5", SamplingParams(n=10, **LONG)))
+        with pytest.raises(EngineError, match="the queue is full: 10 sequences") as caught:
+            engine.submit(GenerationRequest("w6"))
+        assert (caught.value.code, caught.value.retry_after >= 1) == ("queue_full", True)
+        stream.cancel()
+        wait_until(lambda: is_free(engine))
+        late = engine.submit(GenerationRequest("w5", SamplingParams(**LONG)), timeout=0.0)
+        with pytest.raises(EngineError, match="not finished after") as caught:
+            list(late)
+        assert caught.value.code == "request_timeout"
+        wait_until(lambda: is_free(engine))
+    finally:
+        engine.close()
+
+
+def test_invalid_requests_are_refused_by_the_caller(engine):
+    for request, param in (
+        (GenerationRequest([5, 99]), "prompt"),
+        (GenerationRequest("w5", SamplingParams(logit_bias={61: 1})), "logit_bias"),
+        (GenerationRequest("w5", SamplingParams(max_new_tokens=0)), "max_new_tokens"),
+    ):
+        with pytest.raises(RequestError) as caught:
+            engine.submit(request)
+        assert caught.value.param == param
+    with pytest.raises(RequestError) as caught:
+        engine.submit(GenerationRequest([5] * 100, SamplingParams(max_new_tokens=29)))
+    assert caught.value.code == "context_length_exceeded"
+    assert is_free(engine)
+
+
+def test_drain_finishes_what_is_running(llm):
+    engine = AsyncEngine(llm, slots=8, length=128)
+    running = engine.submit(GenerationRequest("w5", SamplingParams(n=8, **LONG)))
+    next(running)
+    waiting = engine.submit(GenerationRequest("w6", SamplingParams(**LONG)))
+    assert engine.drain(60)
+    assert len([delta for delta in running if delta.completion]) == 8
+    with pytest.raises(EngineError) as caught:
+        list(waiting)
+    assert caught.value.code == "draining"
+    with pytest.raises(EngineError, match="shutting down"):
+        engine.submit(GenerationRequest("w5"))
+    engine.close()
+    assert not engine.thread.is_alive()
+
+
+def test_drain_that_takes_too_long(llm):
+    engine = AsyncEngine(llm, slots=8, length=128)
+    stream = engine.submit(GenerationRequest("w5", SamplingParams(**LONG)))
+    next(stream)
+    assert not engine.drain(0.0)
+    with pytest.raises(EngineError, match="shutting down"):
+        list(stream)
+    engine.close()
+
+
+def test_failed_engine_is_created_again_once(llm, monkeypatch):
+    engine = AsyncEngine(llm, slots=8, length=128)
+    request = GenerationRequest("w5 w9", SamplingParams(max_new_tokens=5, ignore_eos=True))
+    expected = "".join(delta.text for delta in engine.submit(request))
+
+    def broken(*arguments):
+        raise RuntimeError("the device is gone")
+
+    for _ in range(2):
+        with monkeypatch.context() as patch:
+            patch.setattr(Executor, "prefill", broken)
+            with pytest.raises(EngineError) as caught:
+                list(engine.submit(request))
+            assert caught.value.code == "engine_failed"
+        if engine.num_failures == 1:
+            assert "".join(delta.text for delta in engine.submit(request)) == expected
+    wait_until(lambda: engine.status == "engine_failed")
+    with pytest.raises(EngineError, match="has failed"):
+        engine.submit(request)
+    engine.close()
+
+
+def test_consumer_that_does_not_read_is_dropped(engine, monkeypatch):
+    for name, value in (("MAX_BACKLOG", 10), ("STALL_SECONDS", 0.0), ("POLL_SECONDS", 0.0)):
+        monkeypatch.setattr(module, name, value)
+    stream = engine.submit(GenerationRequest("w5", SamplingParams(n=8, **LONG)))
+    wait_until(lambda: is_free(engine))
+    with pytest.raises(EngineError, match="no delta was read") as caught:
+        list(stream)
+    assert caught.value.code == "slow_consumer"
