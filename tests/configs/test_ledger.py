@@ -23,6 +23,7 @@ LOADER_KEYS = {
     "override_model_config",
     "override_logical_axis_rules",
     "run_name",
+    "enable_lora",
     "base_output_directory",
     "tokenizer_path",
     "tokenizer_type",

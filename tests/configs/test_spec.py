@@ -29,6 +29,7 @@ ADDED_KEYS = {
         "precompute_reference_logps",
     ],
     "Adapters": [
+        "enable_lora",
         "lora_rank",
         "lora_alpha",
         "lora_module_path",

@@ -239,7 +239,7 @@ def test_features_equal_torch(models, narrow_teacher, start, batch, kind):
     loss.backward()
     torch.optim.SGD(student.parameters(), lr=RATE).step()
     run = start(
-        f"teacher_overrides.load_parameters_path={folder}", "distill_beta=3.0",
+        f"teacher_overrides.load_parameters_path={folder}", "distill_beta=3.0", WITH_Z_LOSS,
         f"distill_feature_loss_type={kind}", "distill_layer_indices=[0]",
     )  # fmt: skip
     state, metrics = run.step(run.state(), batch)

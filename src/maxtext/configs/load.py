@@ -24,7 +24,7 @@ from maxtext.configs import (
 )
 from maxtext.configs.problems import Problem, ProblemKind, raise_if_any
 from maxtext.configs.provenance import Layer, Setting, Source
-from maxtext.configs.types import DerivedValues, MaxTextConfig, Settings
+from maxtext.configs.types import Adapters, DerivedValues, MaxTextConfig, Settings
 from maxtext.configs.types.architecture import Architecture
 from maxtext.configs.yaml_loader import YamlLoader
 
@@ -154,6 +154,9 @@ def fill_defaults(settings: Layer, environ: Mapping[str, str]) -> None:
     if is_fine_tuning and steps.source.is_user and epochs.source.kind == "default":
         # Data for fine-tuning is small: it is repeated as often as the steps need.
         settings["num_epoch"] = Setting(steps.value, Source("derived", "steps"))
+    if fields.validated("enable_lora", settings["enable_lora"].value) is False:
+        for key in Adapters.model_fields.keys() - {"enable_lora", "max_adapters"}:
+            settings[key] = sources.base_layer()[key]
     attention = settings["attention"]
     if isinstance(attention.value, str) and attention.value in ATTENTION_ALIASES:
         name = ATTENTION_ALIASES[attention.value]

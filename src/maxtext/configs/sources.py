@@ -15,6 +15,7 @@ import yaml
 from maxtext.common.errors import ConfigError
 from maxtext.common.files import local_path
 from maxtext.configs import fields
+from maxtext.configs.other_spellings import flat_name, flatten
 from maxtext.configs.provenance import Layer, Setting, Source
 from maxtext.configs.yaml_loader import YamlLoader, check_nesting
 
@@ -62,7 +63,7 @@ def read_yaml(path: Path, kind: str) -> Layer:
                     f"{line}: keep one"
                 )
             layer[key] = setting
-        return layer
+        return flatten(layer) if kind == "file" else layer
     except (yaml.YAMLError, ValueError) as error:  # ValueError: e.g. a date without such a day
         mark = getattr(error, "problem_mark", None)
         where = f" line {mark.line + 1}, column {mark.column + 1}" if mark else ""
@@ -93,18 +94,32 @@ def is_preset(source: Source) -> bool:
 def find_file(name: str, parent: Path | None = None) -> Path:
     """Find a YAML file by path or by the name of a shipped preset.
 
-    A relative path is looked up in `parent` (the current folder by default), then in this folder.
+    A relative path is looked up in `parent` (the current folder by default), then in this folder,
+    and last by what follows `configs/` or `../` in it: the paths of presets in a checkout.
     """
     path = local_path(name)
     folders = [parent or Path.cwd(), HERE] if not path.is_absolute() else [Path("/")]
-    for folder in folders:
-        for candidate in (folder / path, folder / f"{path}.yml"):
-            if candidate.is_file():
-                return candidate.resolve()
+    candidates = [folder / path for folder in folders]
+    if not path.is_absolute():
+        candidates.append(HERE / path_in_configs(path))
+    for candidate in candidates:
+        for file in (candidate, candidate.with_name(f"{candidate.name}.yml")):
+            if file.is_file():
+                return file.resolve()
     hint = suggest(path.stem, presets())
     raise ConfigError(
         f"no configuration file {name!r}{hint or '; shipped presets: ' + ', '.join(presets())}"
     )
+
+
+def path_in_configs(path: Path) -> Path:
+    """The part of a path after `configs/`, or after `..`: of src/maxtext/configs/post_train/sft.yml
+    it is post_train/sft.yml."""
+    parts = list(path.parts)
+    for index in reversed(range(len(parts))):
+        if parts[index] in ("configs", ".."):
+            return Path(*parts[index + 1 :])
+    return path
 
 
 def file_chain(path: Path) -> list[tuple[Path, Layer]]:
@@ -157,6 +172,7 @@ def from_overrides(overrides: Iterable[str]) -> Layer:
         key, equals, text = override.partition("=")
         if not equals or not key:
             raise ConfigError(f"expected key=value, got {override!r}")
+        key = flat_name(key)
         nested, dot, inner = key.partition(".")
         if dot and nested in NESTED:
             layer[nested] = with_nested_value(layer.get(nested), nested, inner, text)
@@ -168,7 +184,7 @@ def from_overrides(overrides: Iterable[str]) -> Layer:
                 f"{setting.value!r}: keep one"
             )
         layer[key] = setting
-    return layer
+    return flatten(layer)
 
 
 def with_nested_value(setting: Setting | None, key: str, inner: str, text: str) -> Setting:
@@ -184,7 +200,7 @@ def with_nested_value(setting: Setting | None, key: str, inner: str, text: str) 
 
 
 def from_python(keywords: Mapping[str, Any]) -> Layer:
-    return {key: Setting(value, Source("python")) for key, value in keywords.items()}
+    return flatten({key: Setting(value, Source("python")) for key, value in keywords.items()})
 
 
 GENERIC_WORDS = frozenset(

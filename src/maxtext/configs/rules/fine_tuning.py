@@ -64,6 +64,11 @@ inert_unless(
     "lora_weight_qtype",
 )
 inert_unless(
+    lambda s: not s.enable_lora or s.lora_rank or s.lora_restore_path,
+    "lora_rank or lora_restore_path",
+    "enable_lora",
+)
+inert_unless(
     lambda s: s.lora_rank and not s.lora_restore_path,
     "lora_rank, without lora_restore_path",
     "lora_module_path",

@@ -93,6 +93,7 @@ class Preferences(Group):
 class Adapters(Group):
     """Low-rank adapters: which layers have them, how they start, and the format of the base."""
 
+    enable_lora: bool | None = None
     lora_rank: NonNegativeInt = 0
     lora_alpha: float = 0.0
     lora_module_path: str = ""

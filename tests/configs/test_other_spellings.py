@@ -1,0 +1,130 @@
+"""MaxText's post-training files and command lines, as they are written there."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+import maxtext
+from maxtext.common.errors import ConfigError
+from maxtext.configs.derive import Devices
+from maxtext.configs.other_spellings import flatten
+from maxtext.configs.sources import HERE, find_file, from_overrides, from_python
+from maxtext.models.configuration import load
+
+SFT = """
+base_config: "../base.yml"
+use_sft: True
+use_tunix_gradient_accumulation: True
+sft_train_on_completion_only: True
+dataset_type: hf
+hf_path: 'some/chats'
+train_data_columns: ['messages']
+"""
+LORA_OFF = "enable_lora: False\nlora_rank: 0\nlora_alpha: 0.0\nlora_weight_qtype: null\n"
+LORA_OFF += 'lora_tile_size: null\nhf_lora_adapter_path: ""\n'
+LORA = "lora:\n  enable_lora: True\n  lora_rank: 16\n  lora_alpha: 32.0\n  lora_tile_size: null\n"
+DPO = """
+base_config: "base.yml"
+use_dpo: true
+packing: false
+dataset_type: hf
+hf_path: 'some/pairs'
+dpo:
+  algo: "orpo"
+  orpo_lambda: 0.2
+  max_prompt_length: 256
+"""
+
+
+@pytest.fixture
+def load_text(tmp_path):
+    def load_file(text, *overrides):
+        (tmp_path / "run.yml").write_text(text)
+        return load(tmp_path / "run.yml", list(overrides), environ={}, devices=Devices(1))
+
+    return load_file
+
+
+def test_files_load_as_they_are(load_text):
+    assert load_text(SFT + LORA_OFF).lora_rank == 0
+    nested = load_text(SFT + LORA)
+    assert (nested.lora_rank, nested.lora_alpha, nested.lora_tile_size) == (16, 32.0, 64)
+    orpo = load_text(DPO)
+    assert (orpo.dpo_loss_type, orpo.orpo_lambda, orpo.max_prompt_length) == ("orpo", 0.2, 256)
+    sigmoid = load_text(DPO.replace("orpo_lambda", "dpo_beta").replace('"orpo"', '"dpo"'))
+    assert (sigmoid.dpo_loss_type, sigmoid.dpo_beta) == ("sigmoid", 0.2)
+
+
+def test_sections_on_the_command_line(load_text):
+    words = ("lora.enable_lora=True", "lora.lora_rank=4", "lora.lora_alpha=8")
+    config = load_text(SFT + LORA_OFF, *words)
+    assert (config.lora_rank, config.lora_alpha) == (4, 8.0)
+    off = load_text(SFT + LORA, "lora.enable_lora=False")
+    assert (off.lora_rank, off.lora_alpha) == (0, 0.0)
+    with pytest.raises(ConfigError, match="enable_lora=True .* needs lora_rank"):
+        load_text(SFT, "lora.enable_lora=True")
+
+
+def test_keys_of_reinforcement_learning_are_flat():
+    layer = flatten(
+        from_python(
+            {
+                "rl": {"num_generations": 4, "loss_algo": "gspo-token"},
+                "debug": {"rl": True},
+                "micro_batch_size": 2,
+                "rollout_subslice_shape": "",
+            }
+        )
+    )
+    assert {key: setting.value for key, setting in layer.items()} == {
+        "num_generations": 4,
+        "loss_algo": "gspo-token",
+        "rl": True,
+        "train_micro_batch_size": 2,
+        "rollout_micro_batch_size": 2,
+    }
+    assert flatten(from_overrides(["rl=true"]))["rl"].value is True
+
+
+def test_two_spellings_must_agree():
+    with pytest.raises(ConfigError, match="lora_rank is set twice .* 4 and 8"):
+        from_python({"lora_rank": 4, "lora": {"lora_rank": 8}})
+
+
+@pytest.mark.parametrize(
+    ("path", "preset"),
+    [
+        ("src/maxtext/configs/post_train/sft.yml", "post_train/sft.yml"),
+        ("src/MaxText/configs/sft.yml", "sft.yml"),
+        ("MaxText/configs/base.yml", "base.yml"),
+        ("../base.yml", "base.yml"),
+        ("post_train/distillation.yml", "post_train/distillation.yml"),
+    ],
+)
+def test_presets_have_the_paths_of_a_checkout(path, preset, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert find_file(path) == HERE / preset
+    with pytest.raises(ConfigError, match="no configuration file"):
+        find_file(path.replace(".yml", "_.yml"))
+
+
+@pytest.mark.parametrize(
+    ("module", "command"),
+    [
+        ("maxtext.trainers.post_train.sft.train_sft", "sft"),
+        ("maxtext.trainers.post_train.sft.train_sft_native", "sft"),
+        ("maxtext.trainers.post_train.dpo.train_dpo", "dpo"),
+        ("maxtext.trainers.post_train.distillation.train_distill", "distill"),
+        ("maxtext.trainers.pre_train.train", "train"),
+        ("maxtext.trainers.pre_train.train_compile", "compile"),
+        ("MaxText.train", "train"),
+        ("MaxText.decode", "decode"),
+        ("MaxText.sft_trainer", "sft"),
+        ("MaxText.sft.sft_trainer", "sft"),
+    ],
+)
+def test_modules_are_doors_to_commands(module, command, monkeypatch):
+    monkeypatch.syspath_prepend(Path(maxtext.__file__).parents[1])
+    spec = importlib.util.find_spec(module)
+    assert f'entry("{command}")' in Path(spec.origin).read_text()
