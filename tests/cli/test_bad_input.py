@@ -104,6 +104,18 @@ CASES = {
         ],
         ["gkd_max_new_tokens=5", "it needs use_gkd=true and gkd_lambda above 0"],
     ),
+    "weights learned from a teacher that is not there": (
+        ["learn_to_init_mode=true"],
+        ["learn_to_init_mode=True (command line) would do nothing: it needs a teacher that runs"],
+    ),
+    "map of weights that are not learned": (
+        ["teacher_overrides.model_name=llama2-7b", "lti_use_general_linear_map=true"],
+        ["lti_use_general_linear_map=True", "it needs learn_to_init_mode=true"],
+    ),
+    "adapters of learned weights": (
+        ["teacher_overrides.model_name=llama2-7b", "learn_to_init_mode=true", "lora_rank=4"],
+        ["leave out lora_rank and lora_restore_path"],
+    ),
     "distillation of preferences": (
         ["teacher_overrides.model_name=llama2-7b", "use_dpo=true", "packing=false"],
         ["use_dpo and teacher_overrides exclude each other"],

@@ -9,7 +9,7 @@ from maxtext.checkpoint.weights import ModelWeights, load_weights
 from maxtext.common.errors import UserError
 from maxtext.inference.llm import LLM
 from maxtext.inference.requests import GenerationRequest
-from maxtext.inference.sampling import SamplingParams
+from maxtext.inference.sampling_params import SamplingParams
 from maxtext.models.transformer import initial_weights, make_template
 from maxtext.trainers.rollout import Rollout, RolloutEngine, sample_seed
 from maxtext.trainers.run_context import RunContext

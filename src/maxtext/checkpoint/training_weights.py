@@ -58,7 +58,9 @@ class TrainingWeights:
         for path in paths:
             if path not in arrays:
                 raise UserError(
-                    f"{self.title} has no {join_path(path)}, though its settings describe it"
+                    f"{self.title} has no {join_path(path)}, though its settings describe it; runs "
+                    "with adapters or learn_to_init_mode leave their result in the folder adapter "
+                    "or student of the run"
                 )
         return arrays
 

@@ -64,7 +64,7 @@ def run(args: list[str]) -> int:
         sample.check(config)
     result = train(config, checkpoint)
     if has_prompt and result.summary["steps"] == config.steps:
-        text = sample.complete(result.context, result.state.weights, SAMPLE_TOKENS)
+        text = sample.complete(result.context, result.state, SAMPLE_TOKENS)
         if world.index == 0:
             print(f"\nwhat the model writes after {config.prompt!r}:\n")
             print(text)

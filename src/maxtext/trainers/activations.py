@@ -129,7 +129,8 @@ def trace(config: MaxTextConfig, device: AxisRules, without_head: bool = False) 
     def loss(weights: Any, reference: Any, batch: dict[str, jax.Array]) -> Any:
         if without_head:
             rows = objective.model_rows(batch)
-            model = objective.template.bind(weights)
+            weights = objective.model_weights(weights, reference)
+            model = objective.model_template.bind(weights)
             return model.run(rows["inputs"], layer_inputs(config, rows, key))[0]
         losses = objective.losses(weights, reference, batch, key, jnp.int32(0))
         return sum((*losses.sums.values(), *losses.aux_losses.values()), jnp.float32(0))

@@ -21,12 +21,14 @@ from maxtext.models.counts import forward_flops_per_token
 from maxtext.optimizers import schedule_steps
 from maxtext.sharding.explicit import auto_sharded
 from maxtext.trainers.distill_features import pop_features
+from maxtext.trainers.learn_to_init import LearnToInit
 from maxtext.trainers.losses.common import masked_sum
 from maxtext.trainers.losses.distill import anneal, distill, feature_distances
 from maxtext.trainers.model_losses import (
     Batch,
     Losses,
     bind_model,
+    evaluation_sums,
     sum_aux_losses,
     token_weights,
     training_inputs,
@@ -45,6 +47,7 @@ class Distillation(LanguageModel):
     teacher_config: MaxTextConfig
     teacher_template: Template
     maps: WeightMaps
+    learn_to_init: LearnToInit | None = None
 
     def with_config(self, config: MaxTextConfig) -> "Distillation":
         update = {"max_segments_per_seq": config.max_segments_per_seq}
@@ -73,15 +76,29 @@ class Distillation(LanguageModel):
     def constrain_weights(self, weights: Any) -> Any:
         return self.maps.share(weights)
 
+    @property
+    def model_template(self) -> Template:
+        return self.template if self.learn_to_init is None else self.learn_to_init.student
+
+    def model_weights(self, weights: Any, reference: Any) -> Any:
+        weights = self.maps.share(weights)
+        if self.learn_to_init is None:
+            return weights
+        return self.learn_to_init.model_weights(weights, reference)
+
     def counts(self, batch: Batch) -> Sums:
         return distillation_counts(self.config, batch)
+
+    def evaluate(self, weights: Any, reference: Any, batch: Batch) -> Sums:
+        weights = self.model_weights(weights, reference)
+        return evaluation_sums(self.config, self.model_template, weights, batch)
 
     def losses(
         self, weights: Any, reference: Any, batch: Batch, key: jax.Array | None, step: jax.Array
     ) -> Losses:
-        weights = self.maps.share(weights)
-        x, layer_aux = self.run_layers(self.config, self.template, weights, batch, key)
         reference = jax.lax.stop_gradient(reference)
+        weights = self.model_weights(weights, reference)
+        x, layer_aux = self.run_layers(self.config, self.model_template, weights, batch, key)
         teacher_x, teacher_aux = self.run_layers(
             self.teacher_config, self.teacher_template, reference, batch, None
         )
@@ -178,7 +195,7 @@ class Distillation(LanguageModel):
         def run(
             outer: Any, teacher_outer: Any, x: jax.Array, teacher_x: jax.Array, *rest: jax.Array
         ) -> Sums:
-            student = bind_model(self.config, self.template, weights | outer)
+            student = bind_model(self.config, self.model_template, weights | outer)
             teacher = bind_model(
                 self.teacher_config, self.teacher_template, reference | teacher_outer
             )

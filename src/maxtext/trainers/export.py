@@ -1,15 +1,18 @@
-"""A trained model for inference, and the folder of a trained adapter."""
+"""A trained model for inference, and the folders that a finished run leaves."""
 
+import contextlib
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from maxtext.checkpoint.open import Checkpoint, model_param_infos
+from maxtext.checkpoint.open import Checkpoint, model_param_infos, save_native
 from maxtext.checkpoint.peft_folder import write_adapter
 from maxtext.checkpoint.quantized import load_base
+from maxtext.checkpoint.weights import ModelWeights
 from maxtext.common.errors import UserError
 from maxtext.common.log import LOGGER
 from maxtext.inference.llm import LLM
@@ -18,15 +21,16 @@ from maxtext.models.transformer import make_template
 from maxtext.sharding import use_rules
 from maxtext.trainers.init_adapters import trained_adapter
 from maxtext.trainers.run_context import RunContext
+from maxtext.trainers.step import TrainState
 from maxtext.trainers.trainable import has_adapters
 
-ADAPTER_FOLDER = "adapter"  # in the folder of a run
+ADAPTER_FOLDER, STUDENT_FOLDER = "adapter", "student"  # in the folder of a run
 
 
-def trained_llm(context: RunContext, weights: Any, checkpoint: Checkpoint | None) -> LLM:
+def trained_llm(context: RunContext, state: TrainState, checkpoint: Checkpoint | None) -> LLM:
     """The model of a run with its weights, which the LLM owns from here on. `checkpoint`: the
     folder that the run started from, for the tokenizer and the files of Hugging Face."""
-    config = context.config
+    config, weights = context.config, context.model_weights(state)
     template = make_template(config)
     param_infos = model_param_infos(template, config)
     source = checkpoint.weights(config, param_infos) if checkpoint else None
@@ -46,15 +50,50 @@ def trained_llm(context: RunContext, weights: Any, checkpoint: Checkpoint | None
     return llm
 
 
+def save_results(
+    context: RunContext, state: TrainState, folder: str, checkpoint: Checkpoint | None
+) -> None:
+    """Write what the checkpoints of a finished run do not hold in a form to be loaded: the adapter,
+    or a student whose weights are computed from its teacher's. `checkpoint`: as of `trained_llm`.
+    """
+    if has_adapters(context.config):
+        save_trained_adapter(context, state.weights, folder)
+    elif context.config.learn_to_init_mode:
+        save_student(context, state, folder, checkpoint)
+
+
 def save_trained_adapter(context: RunContext, weights: Any, folder: str) -> None:
     """Write the adapter of a run as a PEFT folder, in place of an earlier one."""
     adapter = trained_adapter(context, weights)
     if jax.process_index():
         return
-    path = Path(folder) / ADAPTER_FOLDER
+    with replace_folder(Path(folder) / ADAPTER_FOLDER) as path:
+        write_adapter(path, adapter, context.config, context.config.load_parameters_path)
+
+
+def save_student(
+    context: RunContext, state: TrainState, folder: str, checkpoint: Checkpoint | None
+) -> None:
+    """Write the weights of a student as a native folder, in place of an earlier one."""
+    weights = context.model_weights(state)
+    if context.shardings.spans_processes:
+        weights = jax.jit(lambda tree: tree, out_shardings=context.shardings.replicated)(weights)
+    if jax.process_index():
+        return
+    config = context.config
+    source = ModelWeights(weights, model_param_infos(context.objective.model_template, config))
+    hf_assets = () if checkpoint is None else checkpoint.hf_assets
+    hf_tensor_names = frozenset() if checkpoint is None else checkpoint.hf_tensor_names
+    with replace_folder(Path(folder) / STUDENT_FOLDER) as path:
+        save_native(path, config, source, hf_assets, hf_tensor_names)
+
+
+@contextlib.contextmanager
+def replace_folder(path: Path) -> Iterator[Path]:
+    """A folder to write, which becomes `path`, in place of an earlier one, once it is complete."""
     new = path.with_name(f".{path.name}.{os.getpid()}")
     shutil.rmtree(new, ignore_errors=True)
-    write_adapter(new, adapter, context.config, context.config.load_parameters_path)
+    yield new
     shutil.rmtree(path, ignore_errors=True)
     new.rename(path)
-    LOGGER.info("wrote the adapter to %s", path)
+    LOGGER.info("wrote %s", path)

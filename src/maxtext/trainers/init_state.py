@@ -3,6 +3,7 @@
 import importlib
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -16,7 +17,9 @@ from maxtext.configs.sources import from_python
 from maxtext.configs.types import MaxTextConfig
 from maxtext.models.configuration import load
 from maxtext.models.differences import config_differences
+from maxtext.models.transformer import initial_weights as random_weights
 from maxtext.sharding import use_rules
+from maxtext.trainers.distillation import Distillation
 from maxtext.trainers.init_adapters import adapted_weights
 from maxtext.trainers.run_context import RunContext
 from maxtext.trainers.step import TrainState
@@ -27,7 +30,7 @@ from maxtext.trainers.weight_maps import has_weight_maps
 def initial_state(context: RunContext, checkpoint: Checkpoint | None = None) -> TrainState:
     """`checkpoint`: load_parameters_path, if it is open already."""
     path = context.config.load_parameters_path
-    if has_adapters(context.config):
+    if has_adapters(context.config) or context.config.learn_to_init_mode:
         return state_from_weights(context, initial_weights(context, checkpoint))
     if not path:
         with use_rules(context.rules):
@@ -56,9 +59,36 @@ def initial_weights(context: RunContext, checkpoint: Checkpoint | None = None) -
         if checkpoint is not None:
             check_base(context.config, checkpoint)
         return adapted_weights(context, checkpoint)
+    if context.config.learn_to_init_mode:
+        return learn_to_init_weights(
+            context, checkpoint or (open_checkpoint(path) if path else None)
+        )
     if path:
         return read_weights(context, checkpoint or open_checkpoint(path))
     return initial_state(context).weights
+
+
+def learn_to_init_weights(context: RunContext, checkpoint: Checkpoint | None) -> Any:
+    """The factors of attention weights before the first step, and the other weights of a
+    checkpoint, or random ones."""
+    config, objective = context.config, context.objective
+    assert isinstance(objective, Distillation)
+    assert objective.learn_to_init is not None
+    template = objective.model_template
+    shardings = context.rules.shardings(template.axes, template.weights)
+    with use_rules(context.rules):
+        if checkpoint is None:
+            random = jax.jit(partial(random_weights, config, loop=True), out_shardings=shardings)
+            weights = random()
+        else:
+            check_base(config, checkpoint)
+            param_infos = model_param_infos(template, config)
+            source = checkpoint.weights(config, param_infos)
+            weights = load_weights(source, param_infos, template, shardings)
+        init = jax.jit(
+            objective.learn_to_init.initial_weights, out_shardings=context.shardings.weights
+        )
+        return init(weights)
 
 
 def with_reference(

@@ -10,6 +10,7 @@ from maxtext.trainers.adapters import base_template
 from maxtext.trainers.distill_features import check_features
 from maxtext.trainers.distillation import Distillation
 from maxtext.trainers.gkd import GeneralizedDistillation
+from maxtext.trainers.learn_to_init import LearnToInit
 from maxtext.trainers.objective import LanguageModel, Objective
 from maxtext.trainers.offline_distillation import OfflineDistillation
 from maxtext.trainers.preference import Preference
@@ -39,11 +40,17 @@ def make_distillation(config: MaxTextConfig, template: Template, rules: AxisRule
     teacher_template = make_template(teacher, build_context(teacher, rules))
     if config.distill_beta > 0:
         check_features(config, teacher)
+    learn_to_init = None
+    computed: tuple[str, ...] = ()
+    if config.learn_to_init_mode:
+        learn_to_init = LearnToInit.from_config(config, template, teacher, teacher_template)
+        template, computed = learn_to_init.template, learn_to_init.names
     method = GeneralizedDistillation if config.use_gkd else Distillation
     return method(
         config,
         template,
         teacher_config=teacher,
         teacher_template=teacher_template,
-        maps=WeightMaps.from_config(config, template, teacher, teacher_template),
+        maps=WeightMaps.from_config(config, template, teacher, teacher_template, computed),
+        learn_to_init=learn_to_init,
     )

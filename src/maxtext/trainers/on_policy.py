@@ -17,7 +17,7 @@ from maxtext.checkpoint.open import Checkpoint
 from maxtext.configs.rules.distillation import samples_completions
 from maxtext.configs.types import MaxTextConfig
 from maxtext.inference.requests import GenerationRequest
-from maxtext.inference.sampling import SamplingParams
+from maxtext.inference.sampling_params import SamplingParams
 from maxtext.input_pipeline import Batch
 from maxtext.trainers.data_loader import DeviceBatch, TrainDataLoader
 from maxtext.trainers.gkd import GeneralizedDistillation
@@ -58,8 +58,8 @@ class OnPolicyStep:
     ):
         objective = context.objective
         assert isinstance(objective, GeneralizedDistillation)
+        self.context = context
         self.config = context.config
-        self.objective = objective
         self.train_step = train_step
         self.data_loader = data_loader
         self.step = step
@@ -104,7 +104,9 @@ class OnPolicyStep:
         return replace_rows(batch, dict(zip(requests, rollouts, strict=True))), rollouts
 
     def weights_of(self, origin: Origin, state: TrainState) -> Any:
-        return state.weights if origin is Origin.STUDENT else state.reference
+        if origin is Origin.TEACHER:
+            return state.reference
+        return self.context.model_weights(state)
 
 
 def on_policy_step(

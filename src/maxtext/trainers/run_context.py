@@ -19,7 +19,7 @@ from maxtext.layers.quantized import abstract_quantized
 from maxtext.models.counts import train_flops_per_token
 from maxtext.models.transformer import initial_weights
 from maxtext.optimizers import build_optimizer
-from maxtext.sharding import AxisRules, make_mesh
+from maxtext.sharding import AxisRules, make_mesh, use_rules
 from maxtext.trainers.adapters import run_adapters
 from maxtext.trainers.method import make_objective
 from maxtext.trainers.objective import Objective
@@ -73,6 +73,17 @@ class RunContext:
     def template(self) -> Template:
         """The model that is trained."""
         return self.objective.template
+
+    def model_weights(self, state: TrainState) -> Any:
+        """The weights of the model as it runs; those of the state, unless they are computed from
+        the trained ones."""
+        template = self.objective.model_template
+        if template is self.template:
+            return state.weights
+        shardings = self.rules.shardings(template.axes, template.weights)
+        with use_rules(self.rules):
+            compute = jax.jit(self.objective.model_weights, out_shardings=shardings)
+            return compute(state.weights, state.reference)
 
     @cached_property
     def trained(self) -> Any:

@@ -41,7 +41,7 @@ from maxtext.trainers.data_loader import (
     open_eval_streams,
 )
 from maxtext.trainers.epochs import has_open_end, with_steps_of_epochs
-from maxtext.trainers.export import save_trained_adapter
+from maxtext.trainers.export import save_results
 from maxtext.trainers.hooks import Evaluate, Profile, Record, TrainingFailed
 from maxtext.trainers.init_state import initial_weights, with_reference
 from maxtext.trainers.loop import STOPPED_ELSEWHERE, Hook, Loop
@@ -53,7 +53,6 @@ from maxtext.trainers.run_context import RunContext
 from maxtext.trainers.save import Save
 from maxtext.trainers.step import TrainState
 from maxtext.trainers.step_cache import StepCache
-from maxtext.trainers.trainable import has_adapters
 
 
 @dataclass
@@ -142,8 +141,8 @@ def train_locked(
                 failure = run_and_save(loop, save)
             finally:
                 data_loader.close()
-        if failure is None and has_adapters(config) and stop_signal(loop) is None:
-            save_trained_adapter(context, loop.state.weights, run_folder(config))
+        if failure is None and stop_signal(loop) is None:
+            save_results(context, loop.state, run_folder(config), checkpoint)
         seconds = time.perf_counter() - start_time
         summary = summarize(context, loop, hooks, seconds, failure)
     if failure is not None:

@@ -46,7 +46,7 @@ class TuningRun:
     @cached_property
     def model(self) -> LLM:
         """The trained model, or the base with its trained adapter."""
-        return trained_llm(self.result.context, self.result.state.weights, self.checkpoint)
+        return trained_llm(self.result.context, self.result.state, self.checkpoint)
 
 
 def sft(model: str | os.PathLike, data: Any = None, **keys: Any) -> TuningRun:

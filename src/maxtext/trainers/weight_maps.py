@@ -6,7 +6,7 @@ are those of checkpoints: `layers/0/attention/query/weight`, also if layers are 
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,8 @@ from maxtext.configs.types import MaxTextConfig
 from maxtext.layers.parameters import Template
 
 ParamInfos = Mapping[str, ParamInfo]
+COPY_MAP = "distill_weights_copy_map"
+SHARE_MAP = "distill_student_weights_share_map"
 
 
 @dataclass(frozen=True)
@@ -38,20 +40,22 @@ class WeightMaps:
         template: Template,
         teacher_config: MaxTextConfig,
         teacher_template: Template,
+        computed: Collection[str] = (),
     ) -> "WeightMaps":
-        """Raises ConfigError if a pattern or a destination has no parameter, or shapes differ."""
+        """`computed`: weights that the student computes from those of the teacher, which are
+        destinations of the copy map, too, and not copied. Raises ConfigError if a pattern or a
+        destination has no parameter, or shapes differ."""
         student = model_param_infos(template, config)
         teacher = model_param_infos(teacher_template, teacher_config)
-        shared = match_names(
-            "distill_student_weights_share_map",
-            config.distill_student_weights_share_map,
-            student,
-            student,
-        )
+        shared = match_names(SHARE_MAP, config.distill_student_weights_share_map, student, student)
         copied = match_names(
-            "distill_weights_copy_map", config.distill_weights_copy_map, teacher, student
+            COPY_MAP, config.distill_weights_copy_map, teacher, student, computed=computed
         )
-        copied = {shared.get(name, name): source for name, source in copied.items()}
+        copied = {
+            shared.get(name, name): source
+            for name, source in copied.items()
+            if name not in computed
+        }
         return cls(student, teacher, shared=shared, copied=copied)
 
     def share(self, weights: Any) -> Any:
@@ -87,9 +91,13 @@ def replace_parameter(tree: Any, path: ParamPath, info: ParamInfo, value: Any) -
 
 
 def match_names(
-    key: str, patterns: Mapping[str, str], sources: ParamInfos, destinations: ParamInfos
+    key: str,
+    patterns: Mapping[str, str],
+    sources: ParamInfos,
+    destinations: ParamInfos,
+    computed: Collection[str] = (),
 ) -> dict[str, str]:
-    """The source of each destination."""
+    """The source of each destination. Those in `computed` may have another shape."""
     names: dict[str, str] = {}
     for pattern, path in patterns.items():
         matches = [match for name in sources if (match := re.fullmatch(pattern, name))]
@@ -100,6 +108,9 @@ def match_names(
             )
         for match in matches:
             name, source = match.expand(path), match[0]
+            if name in computed:
+                names[name] = source
+                continue
             if name not in destinations:
                 raise ConfigError(
                     f"{key}: {source!r} has the destination {name!r}, and the student has no such "

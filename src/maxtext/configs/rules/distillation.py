@@ -42,6 +42,10 @@ inert_unless(
     "distill_beta_schedule",
     "distill_weights_copy_map",
     "distill_student_weights_share_map",
+    "learn_to_init_mode",
+)
+inert_unless(
+    lambda s: s.learn_to_init_mode, "learn_to_init_mode=true", "lti_use_general_linear_map"
 )
 inert_unless(
     lambda s: not s.use_gkd,
@@ -82,6 +86,16 @@ def distillation_is_the_only_method(settings: Settings) -> str | None:
     others = ("use_dpo", "use_grpo", "teacher_overrides", "offline_data_dir")
     chosen = [key for key in others if getattr(settings, key)]
     return f"{' and '.join(chosen)} exclude each other: keep one" if len(chosen) > 1 else None
+
+
+@rule("learn_to_init_mode")
+def learned_weights_have_no_adapters(settings: Settings) -> str | None:
+    if settings.learn_to_init_mode and (settings.lora_rank or settings.lora_restore_path):
+        return (
+            "learn_to_init_mode=true trains attention weights themselves, and adapters freeze "
+            "them: leave out lora_rank and lora_restore_path"
+        )
+    return None
 
 
 @rule("use_gkd")
