@@ -262,6 +262,9 @@ def test_problems_name_the_tensor(bases, tmp_path):
         read_adapter(folder, config)
     with pytest.raises(UserError, match="it is no PEFT adapter"):
         read_adapter(tmp_path, config)
+    (folder / "adapter_model.safetensors").unlink()
+    with pytest.raises(UserError, match="module has no weights: neither adapter_model.safetensors"):
+        read_adapter(folder, config)
 
 
 def spec_of(model_name, **keys):

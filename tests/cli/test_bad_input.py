@@ -686,6 +686,10 @@ CASES = {
         ["offline_data_dir=logits", "mtp_num_layers=1"],
         ["mtp_num_layers=1", "distillation has no loss of the MTP layers"],
     ),
+    "rank that is not low": (
+        ["base_emb_dim=64", "lora_rank=65"],
+        ["lora_rank=65 is above emb_dim=64, the rank of a full update"],
+    ),
     "update of frozen weights": (
         ["lora_rank=2", "use_qk_clip=true"],
         ["use_qk_clip=True", "adapters leave them frozen"],

@@ -1,11 +1,13 @@
 """Fine-tuning: the number of steps of epochs, evaluation, FLOPs of what is computed."""
 
 import json
+import re
 
 import jax
 import numpy as np
 import pytest
 
+from maxtext.common.errors import ConfigError
 from maxtext.layers.lora import join_trees
 from maxtext.models.counts import forward_flops_per_token
 from maxtext.trainers.run_context import RunContext
@@ -106,3 +108,38 @@ def test_xla_counts_the_flops_of_adapters(configure):
         counted[overrides] = (flops, context.flops_per_token)
     (full, expected_full), (adapted, expected_adapted) = counted.values()
     assert (full - adapted) / (expected_full - expected_adapted) == pytest.approx(1, abs=0.1)
+
+
+@pytest.mark.parametrize(
+    ("lines", "overrides", "message"),
+    [
+        (
+            ['{"a": "x", "b": "y"}'] * 4,
+            (),
+            "the columns a, b are no form of a row",
+        ),
+        (["{"] * 4, (), "line . is not|line .: invalid JSON"),
+        (['{"prompt": "x", "completion": ""}'] * 4, (), "line .: column completion is empty"),
+        ([], (), "are empty"),
+        (ROWS, ("max_target_length=2",), "no row with a learned token"),
+        (ROWS, ("lora_rank=2", "lora_target_modules=[q_porj]"), "did you mean q_proj"),
+        (ROWS, ("lora_restore_path=/nowhere",), "/nowhere has no adapter_config.json"),
+        (
+            ROWS,
+            ("lora_rank=2", "student_params_to_update=[mlp/wi_0/weight]"),
+            "nothing would be trained",
+        ),
+    ],
+)
+def test_bad_rows_and_adapters_are_configuration_errors(
+    run_training, rows, tmp_path, lines, overrides, message
+):
+    """Exit code 2, before anything is written."""
+    text = "\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines)
+    (tmp_path / "train.jsonl").write_text(text)
+    names = {override.partition("=")[0] for override in overrides}
+    kept = [override for override in rows if override.partition("=")[0] not in names]
+    run = run_training(*kept, *overrides, "steps=-1")
+    assert isinstance(run.error, ConfigError)
+    assert re.search(message, str(run.error))
+    assert (run.records, run.summary) == ([], None)

@@ -197,12 +197,11 @@ def explain_missing_weights(path: Path, stem: str) -> str:
     names = sorted(file.name for file in path.iterdir())
     single, index = f"{stem}.safetensors", f"{stem}.safetensors.index.json"
     other_stem, contents = {
-        HF_STEM: (NATIVE_STEM, "weights in maxtext's own format, not Hugging Face's"),
         NATIVE_STEM: (
             HF_STEM,
             "weights in Hugging Face's format, not maxtext's: convert them first",
         ),
-    }[stem]
+    }.get(stem, (NATIVE_STEM, "weights in maxtext's own format, not Hugging Face's"))
     if {f"{other_stem}.safetensors", f"{other_stem}.safetensors.index.json"} & set(names):
         return f"{path} holds {contents}"
     broken = [name for name in (single, index) if name in names]

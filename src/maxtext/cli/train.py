@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from maxtext.cli import arguments
 from maxtext.common import log, processes, signals
-from maxtext.common.errors import ConfigError
+from maxtext.common.errors import ConfigError, as_config_error
 from maxtext.common.supervise import die_with_launcher
 from maxtext.configs import fields, sources
 from maxtext.configs.load import base_values, peek_setting
@@ -118,7 +118,8 @@ def open_model_checkpoint(path: str | None, overrides: sources.Layer) -> "Checkp
         return None
     from maxtext.checkpoint.open import open_checkpoint
 
-    return open_checkpoint(folder)
+    with as_config_error():
+        return open_checkpoint(folder)
 
 
 def configure_jax(config: MaxTextConfig) -> None:

@@ -1,6 +1,8 @@
 """Errors that the user can fix: shown as one sentence without a traceback, with an exit code."""
 
+import contextlib
 import re
+from collections.abc import Iterator
 
 
 class UserError(Exception):
@@ -27,6 +29,17 @@ class MissingExtra(UserError):
     """A feature whose optional packages are not installed."""
 
     exit_code = 2
+
+
+@contextlib.contextmanager
+def as_config_error() -> Iterator[None]:
+    """Turns a UserError into a ConfigError: what a key names cannot be used."""
+    try:
+        yield
+    except UserError as error:
+        if error.exit_code == ConfigError.exit_code:
+            raise
+        raise ConfigError(str(error)) from error
 
 
 def out_of_memory(error: BaseException) -> UserError | None:

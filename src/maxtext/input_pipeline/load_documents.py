@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from maxtext.common.errors import UserError
+from maxtext.common.errors import ConfigError
 from maxtext.common.log import LOGGER
 from maxtext.input_pipeline.encode import RecordEncoder
 from maxtext.input_pipeline.encode_rows import TextEncoder
@@ -29,7 +29,7 @@ def documents_per_chunk(documents: RecordSource) -> int:
 
 
 class BadRecords:
-    """Counts bad records and raises UserError past `max_count` (-1: any number is allowed).
+    """Counts bad records and raises ConfigError past `max_count` (-1: any number is allowed).
     `before` is the number that was counted earlier.
     """
 
@@ -47,7 +47,7 @@ class BadRecords:
             self.seen.add(key)
             count = self.before + len(self.seen)
         if 0 <= self.max_count < count:
-            stop = UserError(
+            stop = ConfigError(
                 f"{error}; max_bad_records={self.max_count}: repair the data, or raise the limit"
             )
             stop.details = error.details

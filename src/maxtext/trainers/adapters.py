@@ -2,7 +2,7 @@
 
 from maxtext.checkpoint.adapters import adapter_spec
 from maxtext.checkpoint.peft_folder import read_adapter
-from maxtext.common.errors import ConfigError
+from maxtext.common.errors import ConfigError, as_config_error
 from maxtext.configs.types import MaxTextConfig
 from maxtext.layers.adapters import AdapterSpec
 from maxtext.layers.parameters import Template
@@ -12,10 +12,11 @@ from maxtext.sharding import AxisRules
 
 def run_adapters(config: MaxTextConfig) -> AdapterSpec | None:
     """The adapters that a run trains: those of lora_restore_path, or of the lora_* keys. Raises
-    ConfigError if a key contradicts the folder."""
+    ConfigError if the folder is no adapter of this model, or if a key contradicts it."""
     if not config.lora_restore_path:
         return adapter_spec(config)
-    spec = read_adapter(config.lora_restore_path, config).spec
+    with as_config_error():
+        spec = read_adapter(config.lora_restore_path, config).spec
     restored: dict[str, set] = {
         "lora_rank": {target.rank for _, target in spec.targets},
         "lora_alpha": {target.alpha for _, target in spec.targets},

@@ -5,7 +5,7 @@ from typing import Any
 
 from maxtext.checkpoint.open import model_param_infos, open_checkpoint
 from maxtext.checkpoint.weights import load_weights
-from maxtext.common.errors import ConfigError
+from maxtext.common.errors import ConfigError, as_config_error
 from maxtext.configs import ledger, serialize, types
 from maxtext.configs.derive import Devices
 from maxtext.configs.load import base_values
@@ -53,7 +53,8 @@ def teacher_config(config: MaxTextConfig, rules: AxisRules) -> MaxTextConfig:
     }
     path = overrides.get("load_parameters_path")
     has_name = overrides.get("model_name", "default") != "default"
-    checkpoint = open_checkpoint(path) if path and not has_name else None
+    with as_config_error():
+        checkpoint = open_checkpoint(path) if path and not has_name else None
     platform = build_context(config, rules).platform
     teacher = load(
         None,

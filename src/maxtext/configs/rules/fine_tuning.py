@@ -1,7 +1,7 @@
 """Rules of supervised fine-tuning and preference optimization."""
 
-from maxtext.configs.rules.rule import in_range, inert_unless, rule
-from maxtext.configs.types import Settings
+from maxtext.configs.rules.rule import derived_rule, in_range, inert_unless, rule
+from maxtext.configs.types import MaxTextConfig, Settings
 from maxtext.configs.types.enums import DatasetType
 
 SMOOTHED_LOSSES = ("sigmoid", "robust", "simpo", "orpo")
@@ -117,6 +117,16 @@ def adapters_multiply_in_floats(settings: Settings) -> str | None:
         return (
             f"quantization={settings.quantization.value} would do nothing: a model with adapters "
             "multiplies in dtype; lora_weight_qtype quantizes its base"
+        )
+    return None
+
+
+@derived_rule("lora_rank")
+def rank_is_low(config: MaxTextConfig) -> str | None:
+    if config.lora_rank > config.emb_dim:
+        return (
+            f"lora_rank={config.lora_rank} is above emb_dim={config.emb_dim}, the rank of a full "
+            "update: lower it"
         )
     return None
 
