@@ -12,6 +12,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 import maxtext.inference
+from maxtext.inference.logprobs import TokenLogprobs
 from maxtext.inference.requests import Completion
 from maxtext.tokenizers import ByteTokenizer
 from tests.tokenizers.tiny import CHATML
@@ -87,8 +88,8 @@ class FakeLLM:
         text = self.generate_text(request)
         token_ids = tuple(ByteTokenizer().encode(text))
         log_probs = ()
-        if request.params.log_probs:
-            log_probs = tuple(-0.5 - number for number in range(len(token_ids)))
+        if request.params.logprobs is not None:
+            log_probs = tuple(TokenLogprobs(-0.5 - number, {}) for number in range(len(token_ids)))
         shown = text if self.tokenizer else None
         return Completion(index, token_ids, shown, "length", None, log_probs)
 

@@ -170,12 +170,12 @@ def test_log_probabilities_are_close_to_those_of_a_float_cache():
     def generate(*overrides):
         """Tokens, and their log-probabilities."""
         engine = InferenceEngine(compiled("causal", *overrides), weights, 1, LENGTH)
-        engine.add_request(0, new_request((5, 6, 7, 8, 9, 10, 11, 12), 24, log_probs=True))
+        engine.add_request(0, new_request((5, 6, 7, 8, 9, 10, 11, 12), 24, logprobs=0))
         outputs = []
         while engine.has_unfinished:
             outputs += engine.step()
         tokens = [token for output in outputs for token in output.sampled_tokens]
-        return tokens, [value for output in outputs for value in output.log_probs]
+        return tokens, [each.logprob for output in outputs for each in output.logprobs]
 
     tokens, log_probs = generate()
     errors = {}

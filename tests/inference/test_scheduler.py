@@ -421,14 +421,14 @@ def test_log_probabilities(models):
     weights, _ = models("causal")
     programs = compiled("causal")
     engine = InferenceEngine(programs, weights, 2, LENGTH)
-    engine.add_request(0, new_request((5, 6, 7), 6, 1.5, 9, 0.9, seed=11, log_probs=True))
+    engine.add_request(0, new_request((5, 6, 7), 6, 1.5, 9, 0.9, seed=11, logprobs=0))
     engine.add_request(1, new_request((5, 6, 7), 6, 1.5, 9, 0.9, seed=11))
     tokens, log_probs, other_tokens = [], [], []
     while engine.has_unfinished:
         for output in engine.step():
             (other_tokens if output.request_id else tokens).extend(output.sampled_tokens)
-            log_probs += output.log_probs
-            assert output.request_id == 0 or not output.log_probs
+            log_probs += [each.logprob for each in output.logprobs]
+            assert output.request_id == 0 or not output.logprobs
     assert tokens == other_tokens
     ids = np.array([[5, 6, 7, *tokens]])
     positions = np.arange(ids.shape[1])[None]
@@ -437,6 +437,39 @@ def test_log_probabilities(models):
     all_log_probs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     expected = [all_log_probs[2 + index, token] for index, token in enumerate(tokens)]
     np.testing.assert_allclose(log_probs, expected, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["causal", "recomputed"])
+def test_log_probabilities_of_prompts(models, packing, monkeypatch, kind):
+    """Of prompts that share a row, and of a model without caches."""
+    overrides = ["attention=paged", "pagedattn_num_pages=80", "pagedattn_tokens_per_page=4"]
+    if kind == "recomputed":
+        overrides = []
+        monkeypatch.setattr(Executor, "supports_packing", False)
+    weights, _ = models(kind)
+    programs = compiled(kind, *overrides)
+    engine = InferenceEngine(programs, weights, 6, LENGTH)
+    random = np.random.default_rng(7)
+    prompts = [random.integers(0, VOCABULARY, size).tolist() for size in (9, 14, 1, 5)]
+    for index, prompt in enumerate(prompts):
+        wants = {} if index == 3 else {"prompt_logprobs": 2}
+        engine.add_request(index, new_request(prompt, 2, **wants))
+    records = {}
+    while engine.has_unfinished:
+        for output in engine.step():
+            records.setdefault(output.request_id, output.prompt_logprobs)
+    assert (max(packing, default=0) > 2) == (kind == "causal")
+    assert records[3] == ()
+    for index, prompt in enumerate(prompts[:3]):
+        padded = np.zeros((1, 16), np.int32)
+        padded[0, : len(prompt)] = prompt
+        with programs.context():
+            logits = np.asarray(programs.forward(weights, padded)[0], np.float64)
+        log_probs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+        expected = [log_probs[position, token] for position, token in enumerate(prompt[1:])]
+        assert records[index][0] is None
+        np.testing.assert_allclose([e.logprob for e in records[index][1:]], expected, atol=1e-3)
 
 
 def test_aborted_request_frees_its_slot(models):

@@ -46,7 +46,7 @@ def weights(context):
 @pytest.fixture(scope="module")
 def rollouts(engine, weights):
     engine.sync(weights, len(PROMPTS))
-    return engine.generate(requests(log_probs=True))
+    return engine.generate(requests(logprobs=0))
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +80,7 @@ def test_log_probs_are_those_of_the_forward_pass(llm, rollouts):
 @pytest.mark.slow
 def test_completion_does_not_depend_on_the_others_of_its_batch(engine, weights, rollouts):
     engine.sync(weights, num_requests=1)
-    alone = engine.generate(requests(log_probs=True)[2:3])
+    alone = engine.generate(requests(logprobs=0)[2:3])
     assert [rollout.token_ids for rollout in alone] == [rollouts[2].token_ids]
 
 
@@ -89,10 +89,10 @@ def test_other_weights_are_used_after_a_sync_without_compiling(engine, weights, 
     programs = engine.programs.prefill, engine.programs.decode
     sizes = [program._cache_size() for program in programs]
     engine.sync(jax.tree.map(lambda leaf: 0.5 * leaf, weights), len(PROMPTS))
-    others = engine.generate(requests(log_probs=True))
+    others = engine.generate(requests(logprobs=0))
     assert all(a.token_ids != b.token_ids for a, b in zip(rollouts, others, strict=True))
     engine.sync(weights, len(PROMPTS))
-    assert engine.generate(requests(log_probs=True)) == rollouts
+    assert engine.generate(requests(logprobs=0)) == rollouts
     assert [program._cache_size() for program in programs] == sizes
 
 

@@ -137,7 +137,8 @@ def complete_all(
     from maxtext.cli.batch_requests import build_request, parse_line
     from maxtext.inference import SamplingParams
 
-    params = SamplingParams.from_config(session.config, log_probs=session.config.return_log_prob)
+    logprobs = 0 if session.config.return_log_prob else None
+    params = SamplingParams.from_config(session.config, logprobs=logprobs)
     # By the index of the request: its line, and the completions that it still has to get.
     running: dict[int, tuple[Line, dict[str, Any]]] = {}
     choices: dict[int, list[Any]] = {}
@@ -193,7 +194,7 @@ def completion_record(completion: Any, record: dict[str, Any], log_probs: bool) 
     is_text = not isinstance(record.get("prompt"), list)
     result: dict[str, Any] = {"text": completion.text} if is_text else {}
     if log_probs:
-        result["log_probs"] = [round(float(value), 6) for value in completion.log_probs]
+        result["log_probs"] = [round(each.logprob, 6) for each in completion.logprobs]
     if log_probs or not is_text:
         result["ids"] = list(completion.token_ids)
     return result | {"finished": completion.finish_reason}

@@ -101,7 +101,7 @@ def build_requests(
                 config,
                 max_new_tokens=max_new_tokens,
                 seed=config.init_weights_seed + index,
-                log_probs=config.return_log_prob,
+                logprobs=0 if config.return_log_prob else None,
             ),
         )
         for index in range(count)
@@ -151,9 +151,10 @@ def write_all(
         if not config.return_log_prob:
             write(f"{completion.text}\n")
         else:
-            for token, log_prob in zip(completion.token_ids, completion.log_probs, strict=True):
+            for token, scores in zip(completion.token_ids, completion.logprobs, strict=True):
                 # repr keeps a token on its line.
-                write(f"{log_prob:9.4f}  {token:6d}  {session.tokenizer.id_to_token(token)!r}\n")
+                text = session.tokenizer.id_to_token(token)
+                write(f"{scores.logprob:9.4f}  {token:6d}  {text!r}\n")
     print_timings(session, None, num_tokens, time.perf_counter() - start)
     return texts
 

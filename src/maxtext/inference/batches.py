@@ -3,6 +3,7 @@
 Shapes: N slots, R rows, C tokens of a row, P blocks of a block table.
 """
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +13,7 @@ import numpy as np
 
 from maxtext.inference import sequence, shapes
 from maxtext.inference.grammar_batch import GrammarBatch
+from maxtext.inference.logprobs import NONE, program_count
 from maxtext.inference.sampling import BatchedSamplingParams, batch_mode
 from maxtext.inference.sampling_params import SamplingMode, SamplingParams
 
@@ -35,10 +37,12 @@ class PrefillBatch:
     grammar: GrammarBatch | None = None  # if a grammar constrains the token of some row
     # Where one row holds all R prompts: the prompt of each token, counted from 1; 0 is padding.
     segments: Any = None
+    targets: Any = None  # like token_ids: the token after each, if a request wants its prompt's
+    num_prompt_logprobs: int = field(default=NONE, metadata=STATIC)
     from_start: bool = field(default=False, metadata=STATIC)  # no row has earlier tokens
     kv_len: int = field(default=0, metadata=STATIC)  # KV cache positions to read; 0: all
     mode: SamplingMode = field(default=SamplingMode.GREEDY, metadata=STATIC)
-    log_probs: bool = field(default=False, metadata=STATIC)
+    num_logprobs: int = field(default=NONE, metadata=STATIC)  # most likely tokens to return
     has_processors: bool = field(default=False, metadata=STATIC)  # of logits, in any row
 
 
@@ -57,7 +61,7 @@ class DecodeBatch:
     contiguous: bool = field(default=False, metadata=STATIC)  # slot n has block n only
     kv_len: int = field(default=0, metadata=STATIC)  # KV cache positions to read; 0: all
     mode: SamplingMode = field(default=SamplingMode.GREEDY, metadata=STATIC)
-    log_probs: bool = field(default=False, metadata=STATIC)
+    num_logprobs: int = field(default=NONE, metadata=STATIC)  # most likely tokens to return
     has_processors: bool = field(default=False, metadata=STATIC)  # of logits, in any row
 
 
@@ -72,6 +76,7 @@ class BatchBuilder:
     few_programs: bool  # few shapes and static numbers of steps, since compilation is slow
     reads_in_place: bool  # decode reads blocks in place, as far as they are filled
     decode_rows: tuple[int, ...]  # how many slots a decode program may have, in increasing order
+    vocab_size: int
     has_adapters: bool = False
     can_roll_back: bool = False  # the newest tokens of a sequence can be dropped from its caches
 
@@ -108,6 +113,10 @@ class BatchBuilder:
         params = [seq.params for seq in sequences]
         from_start = sequences[0].num_computed == 0
         complete = [index for index in range(len(chunks)) if is_complete[index]]
+        num_prompt_logprobs = program_count(
+            (seq.params.prompt_logprobs for seq in sequences if seq.wants_prompt_logprobs),
+            self.vocab_size,
+        )
         return PrefillBatch(
             token_ids=token_ids,
             positions=positions,
@@ -127,9 +136,25 @@ class BatchBuilder:
             from_start=from_start,
             kv_len=0 if from_start else self.kv_len(seq.num_computed + n for seq, n in chunks),
             mode=batch_mode(params[index] for index in complete),
-            log_probs=any(request.log_probs for request in params),
+            num_logprobs=program_count(
+                (params[index].logprobs for index in complete), self.vocab_size
+            ),
+            targets=self.targets(chunks, shape) if num_prompt_logprobs != NONE else None,
+            num_prompt_logprobs=num_prompt_logprobs,
             has_processors=any(params[index].has_processors for index in complete),
         )
+
+    def targets(
+        self, chunks: Sequence[tuple[sequence.Sequence, int]], shape: tuple[int, int]
+    ) -> np.ndarray:
+        """The token after each of a prefill batch; 0 where that is not known yet."""
+        targets = np.zeros(shape, np.int32)
+        packed = shape[0] == 1 and len(chunks) > 1
+        for (seq, count), (row, offset) in zip(chunks, chunk_offsets(chunks, packed), strict=True):
+            start = seq.num_computed
+            following = seq.token_ids[start + 1 : start + count + 1]
+            targets[row, offset : offset + len(following)] = following
+        return targets
 
     def decode(
         self,
@@ -158,7 +183,7 @@ class BatchBuilder:
             contiguous=self.contiguous,
             kv_len=kv_len,
             mode=batch_mode(seq.params for seq in sequences),
-            log_probs=any(seq.params.log_probs for seq in sequences),
+            num_logprobs=program_count((seq.params.logprobs for seq in sequences), self.vocab_size),
             has_processors=any(seq.params.has_processors for seq in sequences),
         )
         return batch, columns
@@ -177,3 +202,13 @@ class BatchBuilder:
 
     def kv_len(self, lengths: Iterable[int]) -> int:
         return shapes.kv_length(max(lengths), self.max_blocks * self.block_size)
+
+
+def chunk_offsets(
+    chunks: Sequence[tuple[sequence.Sequence, int]], packed: bool
+) -> list[tuple[int, int]]:
+    """Where each chunk begins in the arrays of its prefill batch: (row, column)."""
+    if not packed:
+        return [(row, 0) for row in range(len(chunks))]
+    ends = itertools.accumulate(count for _, count in chunks)
+    return [(0, end - count) for end, (_, count) in zip(ends, chunks, strict=True)]

@@ -3,7 +3,12 @@
 import jax
 import jax.numpy as jnp
 
+from maxtext.common.errors import ConfigError
 from maxtext.common.hardware import host_memory_bytes
+from maxtext.configs.types import MaxTextConfig
+from maxtext.inference.block_pool import BlockPool
+from maxtext.inference.executor import Executor
+from maxtext.inference.prefix_cache import PrefixCache
 from maxtext.inference.programs import Programs
 from maxtext.layers.cache import CacheConfig
 
@@ -49,3 +54,47 @@ def fit_slots(programs: Programs, slots: int, length: int) -> int:
     while slots > 1 and slots * slot_bytes > free * jax.device_count() * MAX_CACHE_FRACTION:
         slots //= 2
     return slots
+
+
+def check_cache(programs: Programs, cache_config: CacheConfig) -> None:
+    """Raise ConfigError if keys configure the cache of a model that has none."""
+    config = programs.config
+    has_options = cache_config.page_size is not None or cache_config.quantized is not None
+    if programs.has_caches or not has_options:
+        return
+    reason = "some layer has no cache"
+    if config.use_indexer:
+        reason = (
+            f"indexer_topk={config.indexer_topk} is below "
+            f"max_target_length={config.max_target_length}, and on CPUs its choice among equal "
+            "scores, which is PyTorch's, depends on later tokens"
+        )
+    raise ConfigError(
+        f"this model recomputes all tokens in every step ({reason}), so there is no cache: leave "
+        "out attention=paged, enable_prefix_caching and quantize_kvcache"
+    )
+
+
+def build_prefix_cache(config: MaxTextConfig, executor: Executor) -> PrefixCache:
+    """The block pool of an executor, with a prefix cache as large as the keys allow."""
+    cache_config = executor.cache_config
+    max_idle = max_host = 0
+    if config.enable_prefix_caching:
+        # The per-slot caches are copied for each prefix.
+        entry_bytes = max(executor.block_bytes + executor.slot_bytes, 1)
+        max_idle = config.prefix_caching_hbm_byte // entry_bytes
+        max_host = config.prefix_caching_dram_byte // entry_bytes
+        if max_idle + max_host == 0:
+            raise ConfigError(
+                "enable_prefix_caching=true would do nothing: one block of a prefix takes "
+                f"{entry_bytes} bytes, and prefix_caching_hbm_byte and prefix_caching_dram_byte "
+                "are both less"
+            )
+    return PrefixCache(
+        BlockPool(cache_config.total_pages),
+        cache_config.tokens_per_page,
+        max_idle_blocks=max_idle,
+        max_host_blocks=max_host,
+        store=executor,
+        snapshots=executor.has_slot_caches,
+    )

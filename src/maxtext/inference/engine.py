@@ -15,22 +15,23 @@ from typing import Any
 import jax
 import numpy as np
 
-from maxtext.common.errors import ConfigError
-from maxtext.configs.types import MaxTextConfig
 from maxtext.inference.adapters import LoadedAdapter
-from maxtext.inference.batches import MAX_DECODE_STEPS, STATIC_DECODE_STEPS
-from maxtext.inference.block_pool import BlockPool
-from maxtext.inference.cache_config import fit_slots, make_cache_config
+from maxtext.inference.batches import MAX_DECODE_STEPS, STATIC_DECODE_STEPS, chunk_offsets
+from maxtext.inference.cache_config import (
+    build_prefix_cache,
+    check_cache,
+    fit_slots,
+    make_cache_config,
+)
 from maxtext.inference.executor import Executor
 from maxtext.inference.grammar import GrammarMatcher
-from maxtext.inference.prefix_cache import PrefixCache
+from maxtext.inference.logprobs import Logprobs, TokenLogprobs, to_host
 from maxtext.inference.programs import NO_TOKEN, NONFINITE_LOGITS, Programs, Sampled
 from maxtext.inference.requests import GenerationRequest
 from maxtext.inference.sampling import MAX_STOP_IDS
 from maxtext.inference.scheduler import Chunks, Scheduler
 from maxtext.inference.sequence import Sequence, StepOutput
 from maxtext.inference.validation import RequestError
-from maxtext.layers.cache import CacheConfig
 
 MIN_GPU_SLOTS = 2  # the compiler's float matmuls are slower with a single row
 STEP_SECONDS = 0.1  # a decode program has as many steps as fit, so that slow machines stream, too
@@ -44,6 +45,9 @@ class InFlightStep:
     columns: tuple[tuple[int, Sequence], ...]
     num_steps: int  # 0: prefill
     dispatched_at: float
+    # Chunks of prompts whose log-probabilities the program computes, with their index in its
+    # output, their first position and their length.
+    scored: tuple[tuple[Sequence, tuple[int, int], int, int], ...] = ()
 
 
 class InferenceEngine:
@@ -113,9 +117,11 @@ class InferenceEngine:
         vocab_size = self.programs.config.vocab_size
         if not len(prompt):
             return RequestError("the prompt is empty: there is nothing to continue", "prompt")
-        if count < 1:
+        if count < (1 if request.params.prompt_logprobs is None else 0):
             return RequestError(
-                f"max_new_tokens={count} must be a whole number of at least 1", "max_new_tokens"
+                f"max_new_tokens={count} must be a whole number of at least 1, or 0 with "
+                "prompt_logprobs",
+                "max_new_tokens",
             )
         invalid = next((token for token in prompt if not 0 <= int(token) < vocab_size), None)
         if invalid is not None:
@@ -218,13 +224,19 @@ class InferenceEngine:
             if is_complete and sequence.params.has_processors:
                 self.executor.set_processors(sequence)
         sampled = self.executor.prefill(batch)
+        scored = tuple(
+            (sequence, index, sequence.num_computed, count)
+            for (sequence, count), index in zip(chunks, chunk_offsets(chunks, packed), strict=True)
+            if sequence.wants_prompt_logprobs
+        )
         for sequence, count in chunks:
             sequence.num_computed += count
             sequence.in_flight = sequence.is_decoding
             self.scheduler.finished_slots.discard(sequence.slot)  # the program resets the slot
         complete = [(row, seq) for row, (seq, _) in enumerate(chunks) if seq.is_decoding]
-        if complete:
-            self.in_flight.append(InFlightStep(sampled, tuple(complete), 0, time.monotonic()))
+        if complete or scored:
+            now = time.monotonic()
+            self.in_flight.append(InFlightStep(sampled, tuple(complete), 0, now, scored))
         for sequence, _ in chunks:
             if self.scheduler.uses_prefix_cache(sequence):
                 self.cache_prefix(sequence)
@@ -261,33 +273,35 @@ class InferenceEngine:
     def collect(self) -> list[StepOutput]:
         """Wait for the oldest program in flight and return its tokens."""
         done = self.in_flight.popleft()
-        sampled_tokens, log_probs = (
-            None if array is None else np.atleast_2d(np.asarray(array)) for array in done.sampled
-        )
-        assert sampled_tokens is not None
+        sampled: Sampled = jax.device_get(done.sampled)
+        tokens, logprobs = sampled.tokens, sampled.logprobs
+        if not done.num_steps:
+            tokens, logprobs = jax.tree.map(lambda x: x[None], (tokens, logprobs))
         now = time.monotonic()
         if done.num_steps and self.timed:
             step_seconds = (now - max(done.dispatched_at, self.collected_at)) / done.num_steps
             steps = min(max(STEP_SECONDS / max(step_seconds, 1e-9), 1), MAX_DECODE_STEPS)
             self.max_steps = int(steps)
         self.collected_at = now
+        for sequence, index, start, count in done.scored:
+            assert sampled.prompt_logprobs is not None, "the program computed them for this chunk"
+            add_prompt_logprobs(sequence, sampled.prompt_logprobs, index, start, count)
         return [
-            self.process(
-                seq,
-                sampled_tokens[:, column],
-                None if log_probs is None else log_probs[:, column],
-            )
+            self.process(seq, tokens[:, column], logprobs and logprobs.column(column))
             for column, seq in done.columns
             if not seq.finished
         ]
 
     def process(
-        self, sequence: Sequence, tokens: np.ndarray, log_probs: np.ndarray | None
+        self, sequence: Sequence, tokens: np.ndarray, logprobs: Logprobs | None
     ) -> StepOutput:
         """Append the sampled tokens of a program to a sequence, and finish it if one ends it."""
         sampled_tokens: list[int] = []
         finish_reason, error = None, None
         sequence.in_flight = False
+        is_first = not sequence.num_output_tokens
+        if sequence.params.max_new_tokens == 0:  # the prompt alone was asked for
+            tokens, finish_reason = tokens[:0], "length"
         for token in accepted_tokens(sequence, tokens.tolist()):
             if token == NO_TOKEN:
                 break
@@ -314,12 +328,16 @@ class InferenceEngine:
                 error = f"the grammar of the request cannot be followed: {reason}"
         if finish_reason:
             self.finish(sequence, finish_reason)
-        if log_probs is None or not sequence.params.log_probs:
-            log_probs = np.zeros(0)
+        count = sequence.params.logprobs
+        token_logprobs: list[TokenLogprobs] = []
+        if logprobs is not None and count is not None:
+            token_logprobs = to_host(logprobs, sampled_tokens, count)
         return StepOutput(
             request_id=sequence.request_id,
             sampled_tokens=tuple(sampled_tokens),
-            log_probs=tuple(log_probs[: len(sampled_tokens)].tolist()),
+            logprobs=tuple(token_logprobs),
+            prompt_logprobs=tuple(sequence.prompt_logprobs) if is_first else (),
+            num_cached_tokens=sequence.num_cached_tokens,
             finish_reason=finish_reason,
             error=error,
         )
@@ -356,6 +374,23 @@ class InferenceEngine:
             )
 
 
+def add_prompt_logprobs(
+    sequence: Sequence, logprobs: Logprobs, index: tuple[int, int], start: int, count: int
+) -> None:
+    """Append the log-probabilities that a chunk of `count` tokens from position `start` on gives
+    to the tokens after them. `index` is where the chunk begins in logprobs [R, C].
+    """
+    row, column = index
+    first = len(sequence.prompt_logprobs)  # the token that has none yet
+    skipped = first - 1 - start
+    end = min(start + count + 1, len(sequence.prompt_ids))
+    if skipped < 0 or first >= end:
+        return
+    chunk = jax.tree.map(lambda x: x[row, column + skipped : column + count], logprobs)
+    num_top = sequence.params.prompt_logprobs or 0
+    sequence.prompt_logprobs += to_host(chunk, sequence.prompt_ids[first:end], num_top)
+
+
 def accepted_tokens(sequence: Sequence, tokens: list[int]) -> list[int]:
     """The tokens of a program up to the first that the grammar of the sequence does not allow. A
     negative value, which is no token, ends them and stays.
@@ -365,47 +400,3 @@ def accepted_tokens(sequence: Sequence, tokens: list[int]) -> list[int]:
     count = next((index for index, token in enumerate(tokens) if token < 0), len(tokens))
     num_accepted = sequence.grammar.accept(tokens[:count])
     return tokens[:num_accepted] if num_accepted < count else tokens
-
-
-def check_cache(programs: Programs, cache_config: CacheConfig) -> None:
-    """Raise ConfigError if keys configure the cache of a model that has none."""
-    config = programs.config
-    has_options = cache_config.page_size is not None or cache_config.quantized is not None
-    if programs.has_caches or not has_options:
-        return
-    reason = "some layer has no cache"
-    if config.use_indexer:
-        reason = (
-            f"indexer_topk={config.indexer_topk} is below "
-            f"max_target_length={config.max_target_length}, and on CPUs its choice among equal "
-            "scores, which is PyTorch's, depends on later tokens"
-        )
-    raise ConfigError(
-        f"this model recomputes all tokens in every step ({reason}), so there is no cache: leave "
-        "out attention=paged, enable_prefix_caching and quantize_kvcache"
-    )
-
-
-def build_prefix_cache(config: MaxTextConfig, executor: Executor) -> PrefixCache:
-    """The block pool of an executor, with a prefix cache as large as the keys allow."""
-    cache_config = executor.cache_config
-    max_idle = max_host = 0
-    if config.enable_prefix_caching:
-        # The per-slot caches are copied for each prefix.
-        entry_bytes = max(executor.block_bytes + executor.slot_bytes, 1)
-        max_idle = config.prefix_caching_hbm_byte // entry_bytes
-        max_host = config.prefix_caching_dram_byte // entry_bytes
-        if max_idle + max_host == 0:
-            raise ConfigError(
-                "enable_prefix_caching=true would do nothing: one block of a prefix takes "
-                f"{entry_bytes} bytes, and prefix_caching_hbm_byte and prefix_caching_dram_byte "
-                "are both less"
-            )
-    return PrefixCache(
-        BlockPool(cache_config.total_pages),
-        cache_config.tokens_per_page,
-        max_idle_blocks=max_idle,
-        max_host_blocks=max_host,
-        store=executor,
-        snapshots=executor.has_slot_caches,
-    )

@@ -78,6 +78,7 @@ class Executor:
             few_programs=self.few_programs,
             reads_in_place=self.reads_in_place,
             decode_rows=self.decode_rows,
+            vocab_size=self.programs.config.vocab_size,
             has_adapters=self.programs.build.adapters is not None,
             can_roll_back=not self.has_slot_caches,
         )

@@ -48,9 +48,10 @@ class ModelRunner(ABC):
         token_ids: jax.Array,
         inputs: LayerInputs,
         slots: jax.Array,
-    ) -> tuple[jax.Array, Caches]:
-        """Logits [R, V] after the last token of each row of token_ids [R, C], and the updated
-        caches. A padding row has slot N. With segments, R sequences share one row: [1, C].
+    ) -> tuple[jax.Array, Caches, jax.Array]:
+        """Logits [R, V] after the last token of each row of token_ids [R, C], the updated caches,
+        and the hidden states [R, C, D]. A padding row has slot N. With segments, R sequences share
+        one row: [1, C].
         """
 
     @abstractmethod
@@ -58,6 +59,11 @@ class ModelRunner(ABC):
         self, weights: Any, caches: Caches, token_ids: jax.Array, inputs: LayerInputs
     ) -> tuple[jax.Array, Caches]:
         """Logits [N, V] after token_ids [N, 1], one new token a slot, and the updated caches."""
+
+    def logits(self, weights: Any, hidden: jax.Array, adapter_ids: jax.Array | None) -> jax.Array:
+        """Hidden states [R, C, D] to logits [R, C, V]; adapter ids are [R] or [R, C]."""
+        with use_adapter_inputs(AdapterInputs(adapter_ids)):
+            return self.template.bind(weights).logits(hidden)
 
 
 class CachedModelRunner(ModelRunner):
@@ -75,7 +81,7 @@ class CachedModelRunner(ModelRunner):
         token_ids: jax.Array,
         inputs: LayerInputs,
         slots: jax.Array,
-    ) -> tuple[jax.Array, Caches]:
+    ) -> tuple[jax.Array, Caches, jax.Array]:
         model = self.template.bind(weights)
         row_caches = [cache.rows(slots) for cache in caches]
         hidden, new_caches = model.step(token_ids, inputs, row_caches)
@@ -87,7 +93,7 @@ class CachedModelRunner(ModelRunner):
             nonfinite = max_by_segment(~jnp.isfinite(hidden[0]).all(axis=-1), inputs) > 0
             last_hidden = jnp.where(nonfinite[:, None], jnp.nan, last_hidden)
         with use_adapter_inputs(AdapterInputs(sequence_adapters(inputs))):
-            return model.logits(last_hidden[:, None])[:, 0], caches
+            return model.logits(last_hidden[:, None])[:, 0], caches, hidden
 
     def decode(
         self, weights: Any, caches: Caches, token_ids: jax.Array, inputs: LayerInputs
@@ -113,20 +119,23 @@ class RecomputingModelRunner(ModelRunner):
         token_ids: jax.Array,
         inputs: LayerInputs,
         slots: jax.Array,
-    ) -> tuple[jax.Array, Caches]:
+    ) -> tuple[jax.Array, Caches, jax.Array]:
         all_ids = caches[0]["ids"]
         # Padding is out of bounds, so it is not written.
         columns = jnp.where(inputs.positions >= 0, inputs.positions, all_ids.shape[1])
         all_ids = all_ids.at[slots[:, None], columns].set(token_ids, mode="drop")
         last = inputs.positions.max(axis=1)
-        logits = self.last_logits(weights, all_ids[slots], last, inputs.adapter_ids)
-        return logits, [{"ids": all_ids}]
+        logits, hidden = self.last_logits(weights, all_ids[slots], last, inputs.adapter_ids)
+        positions = jnp.maximum(inputs.positions, 0)
+        hidden = jnp.take_along_axis(hidden, positions[:, :, None], axis=1)
+        return logits, [{"ids": all_ids}], hidden
 
     def decode(
         self, weights: Any, caches: Caches, token_ids: jax.Array, inputs: LayerInputs
     ) -> tuple[jax.Array, Caches]:
         slots = jnp.arange(token_ids.shape[0])
-        return self.prefill(weights, caches, token_ids, inputs, slots)
+        logits, caches, _ = self.prefill(weights, caches, token_ids, inputs, slots)
+        return logits, caches
 
     def last_logits(
         self,
@@ -134,8 +143,8 @@ class RecomputingModelRunner(ModelRunner):
         token_ids: jax.Array,
         last: jax.Array,
         adapter_ids: jax.Array | None = None,
-    ) -> jax.Array:
-        """Logits [R, V] at position last [R] of token_ids [R, length]."""
+    ) -> tuple[jax.Array, jax.Array]:
+        """Logits [R, V] at position last [R] of token_ids [R, length], and all hidden states."""
         model = self.template.bind(weights)
         positions = jnp.broadcast_to(jnp.arange(token_ids.shape[1]), token_ids.shape)
         inputs = LayerInputs(positions, lengths=last + 1, adapter_ids=adapter_ids)
@@ -143,7 +152,7 @@ class RecomputingModelRunner(ModelRunner):
         # Only one position of each row goes through the output head.
         last_hidden = jnp.take_along_axis(hidden, jnp.maximum(last, 0)[:, None, None], axis=1)
         with use_adapter_inputs(inputs):
-            return model.logits(last_hidden)[:, 0]
+            return model.logits(last_hidden)[:, 0], hidden
 
 
 def is_paged(cache: Any) -> bool:

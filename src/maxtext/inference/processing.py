@@ -8,6 +8,7 @@ import numpy as np
 
 from maxtext.configs.types import MaxTextConfig
 from maxtext.inference.detokenizer import Detokenizer
+from maxtext.inference.logprobs import TokenLogprobs
 from maxtext.inference.requests import Completion, CompletionDelta, GenerationRequest
 from maxtext.inference.sequence import StepOutput
 from maxtext.inference.validation import RequestError
@@ -114,11 +115,15 @@ class OutputProcessor:
                 tokenizer, prompt_ids, self.params.stop, self.params.include_stop_str_in_output
             )
         self.token_ids: list[int] = []
-        self.log_probs: list[float] = []
+        self.logprobs: list[TokenLogprobs] = []
+        self.prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
+        self.num_cached_tokens = 0
 
     def add(self, output: StepOutput) -> CompletionDelta:
         """What a step adds, with the completion if that is finished now."""
         start = len(self.token_ids)
+        self.prompt_logprobs = self.prompt_logprobs or output.prompt_logprobs
+        self.num_cached_tokens = output.num_cached_tokens
         text, finish_reason = self.add_tokens(output)
         completion = None
         if finish_reason is not None:
@@ -128,7 +133,8 @@ class OutputProcessor:
             choice=self.choice,
             text=text,
             token_ids=tuple(self.token_ids[start:]),
-            log_probs=tuple(self.log_probs[start:]),
+            logprobs=tuple(self.logprobs[start:]),
+            prompt_logprobs=output.prompt_logprobs,
             completion=completion,
         )
 
@@ -144,7 +150,7 @@ class OutputProcessor:
             new = tokens[start : start + size]
             last = output.finish_reason is not None and start + len(new) >= len(tokens)
             self.token_ids += new
-            self.log_probs += output.log_probs[start : start + size]
+            self.logprobs += output.logprobs[start : start + size]
             if self.detokenizer is None:
                 continue
             shown = [token for token in new if not self.is_hidden(token)]
@@ -173,7 +179,9 @@ class OutputProcessor:
             text=None if self.detokenizer is None else self.detokenizer.text,
             finish_reason=finish_reason,
             error=error,
-            log_probs=tuple(self.log_probs),
+            logprobs=tuple(self.logprobs),
             choice=self.choice,
+            prompt_logprobs=self.prompt_logprobs,
+            num_cached_tokens=self.num_cached_tokens,
             stop_reason=self.stop_reason if finish_reason in ("stop", "end") else None,
         )

@@ -11,6 +11,7 @@ T decode steps, V vocabulary.
 """
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -23,6 +24,7 @@ from maxtext.configs.types import MaxTextConfig
 from maxtext.inference.batches import MAX_DECODE_STEPS, DecodeBatch, PrefillBatch
 from maxtext.inference.grammar_batch import ALL_TOKENS, INACTIVE, mask_logits
 from maxtext.inference.logits_processors import ProcessorState, process_logits
+from maxtext.inference.logprobs import NONE, Logprobs, compute_logprobs, prompt_logprobs
 from maxtext.inference.model_runner import (
     CachedModelRunner,
     ModelRunner,
@@ -42,7 +44,15 @@ from maxtext.sharding import AxisRules, use_rules
 NO_TOKEN = -1  # in place of a sampled token: the slot was inactive
 NONFINITE_LOGITS = -2  # in place of a sampled token: the logits were NaN or infinite
 
-Sampled = tuple[jax.Array, jax.Array | None]  # sampled_tokens and, if requested, their log_probs
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Sampled:
+    """The output of a program: of prefill [R], of decode [T, B]."""
+
+    tokens: Any
+    logprobs: Logprobs | None = None  # of the tokens, if a request wants them
+    prompt_logprobs: Logprobs | None = None  # [R, C], of the token after each of the prompts
 
 
 @jax.tree_util.register_dataclass
@@ -170,7 +180,7 @@ class Programs:
             max_segments=max_segments,
             adapter_ids=token_adapters(batch),
         )
-        logits, caches = self.runner.prefill(
+        logits, caches, hidden = self.runner.prefill(
             weights, state.caches, batch.token_ids, inputs, batch.slots
         )
         next_positions = at_last_token(batch.positions, inputs) + 1
@@ -180,7 +190,7 @@ class Programs:
             next_positions,
             batch.params,
             mode=batch.mode,
-            log_probs=batch.log_probs,
+            num_logprobs=batch.num_logprobs,
             active=batch.is_complete,
             processors=rows,
             mask=None if batch.grammar is None else batch.grammar.mask,
@@ -188,7 +198,16 @@ class Programs:
         if batch.grammar is not None:
             active &= ~batch.grammar.constrained
         if processors is not None and rows is not None:
-            processors = processors.set_rows(batch.slots, rows.add_tokens(sampled[0]))
+            processors = processors.set_rows(batch.slots, rows.add_tokens(sampled.tokens))
+        if batch.targets is not None:
+            scores = prompt_logprobs(
+                hidden,
+                batch.targets,
+                inputs.adapter_ids,
+                functools.partial(self.runner.logits, weights),
+                batch.num_prompt_logprobs,
+            )
+            sampled = replace(sampled, prompt_logprobs=scores)
 
         def write(old: jax.Array, new: jax.Array) -> jax.Array:
             return old.at[batch.slots].set(new, mode="drop")
@@ -196,7 +215,7 @@ class Programs:
         token_ids, positions, params = jax.tree.map(
             write,
             (state.token_ids, state.positions, state.params),
-            (sampled[0], jnp.where(active, next_positions, INACTIVE), batch.params),
+            (sampled.tokens, jnp.where(active, next_positions, INACTIVE), batch.params),
         )
         adapter_ids = state.adapter_ids
         if batch.adapter_ids is not None:
@@ -238,10 +257,10 @@ class Programs:
         if processors is not None and batch.slots is not None:
             rows = processors.rows(batch.slots)
         shape = (MAX_DECODE_STEPS, state.token_ids.shape[0])
-        sampled: Sampled = (
-            jnp.full(shape, NO_TOKEN, jnp.int32),
-            jnp.zeros(shape, jnp.float32) if batch.log_probs else None,
-        )
+        logprobs = None
+        if batch.num_logprobs != NONE:
+            logprobs = Logprobs.zeros(shape, batch.num_logprobs)
+        sampled = Sampled(jnp.full(shape, NO_TOKEN, jnp.int32), logprobs)
 
         def has_next(carry: tuple) -> jax.Array:
             step, state, *_ = carry
@@ -251,7 +270,7 @@ class Programs:
             step, state, rows, sampled = carry
             state, new = self.decode_one_token(weights, state, batch, step, rows)
             if rows is not None:
-                rows = rows.add_tokens(new[0])
+                rows = rows.add_tokens(new.tokens)
             sampled = jax.tree.map(lambda tokens, row: tokens.at[step].set(row), sampled, new)
             return step + 1, state, rows, sampled
 
@@ -300,7 +319,7 @@ class Programs:
             state.positions + 1,
             state.params,
             mode=batch.mode,
-            log_probs=batch.log_probs,
+            num_logprobs=batch.num_logprobs,
             active=state.positions >= 0,
             processors=processors,
             mask=mask,
@@ -308,7 +327,7 @@ class Programs:
         positions = jnp.where(active, state.positions + 1, INACTIVE)
         if batch.grammar is not None:
             positions = batch.grammar.pause(positions)
-        return replace(state, caches=caches, token_ids=sampled[0], positions=positions), sampled
+        return replace(state, caches=caches, token_ids=sampled.tokens, positions=positions), sampled
 
 
 def token_adapters(batch: PrefillBatch) -> jax.Array | None:
@@ -325,7 +344,7 @@ def sample_next(
     params: BatchedSamplingParams,
     *,
     mode: SamplingMode,
-    log_probs: bool,
+    num_logprobs: int,
     active: jax.Array,
     processors: ProcessorState | None = None,
     mask: jax.Array | None = None,
@@ -343,12 +362,11 @@ def sample_next(
     if mask is not None:
         processed = mask_logits(processed.astype(jnp.float32), mask)
     tokens = sample(processed, keys, params, mode)
-    token_log_probs = None
-    if log_probs:
-        all_log_probs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
-        token_log_probs = jnp.take_along_axis(all_log_probs, tokens[:, None], axis=1)[:, 0]
+    logprobs = None
+    if num_logprobs != NONE:
+        logprobs = compute_logprobs(logits, tokens, num_logprobs)
     finite = jnp.isfinite(logits.max(axis=-1))
     tokens = jnp.where(active, jnp.where(finite, tokens, NONFINITE_LOGITS), NO_TOKEN)
     is_stop = jnp.any(tokens[:, None] == params.stop_ids, axis=-1)
     finished = is_stop | (positions >= params.last_position) | ~finite
-    return (tokens, token_log_probs), active & ~finished
+    return Sampled(tokens, logprobs), active & ~finished

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from maxtext.inference.logprobs import TokenLogprobs
 from maxtext.inference.sampling_params import SamplingParams
 
 
@@ -30,9 +31,13 @@ class Completion:
     text: str | None  # None without a tokenizer
     finish_reason: str
     error: str | None = None
-    log_probs: tuple[float, ...] = ()  # of each token, if the request asked for them
+    logprobs: tuple[TokenLogprobs, ...] = ()  # of each token, if the request wants them
     choice: int = 0  # which of the n completions
     stop_reason: str | int | None = None
+    # Of the tokens of the prompt, in the first choice of a request that wants them. The first token
+    # has none.
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
+    num_cached_tokens: int = 0  # of the prompt, found in the prefix cache
 
 
 @dataclass(frozen=True)
@@ -43,5 +48,6 @@ class CompletionDelta:
     choice: int
     text: str
     token_ids: tuple[int, ...] = ()
-    log_probs: tuple[float, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()  # with the first delta
     completion: Completion | None = None

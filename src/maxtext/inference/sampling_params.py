@@ -7,6 +7,7 @@ from enum import IntEnum
 from typing import Any
 
 from maxtext.configs.types import MaxTextConfig
+from maxtext.inference.logprobs import MAX_LOGPROBS
 from maxtext.inference.structured_outputs import StructuredOutputs
 from maxtext.inference.validation import (
     RequestError,
@@ -59,8 +60,9 @@ class SamplingParams:
     completions, of which the first has the seed itself and the others have seeds derived from it.
     Generation stops after `max_new_tokens`, with a token in `stop_token_ids`, with the model's
     end-of-sequence token unless `ignore_eos`, or before the first text in `stop` (after it, with
-    `include_stop_str_in_output`). `log_probs` also returns the log-probability of every token under
-    the unmodified logits.
+    `include_stop_str_in_output`). `logprobs` also returns the log-probability of every token under
+    the unmodified logits, and of so many of the most likely tokens at its position;
+    `prompt_logprobs` does so for the tokens of the prompt, and max_new_tokens may then be 0.
     """
 
     temperature: float = 0.0
@@ -71,7 +73,8 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
-    log_probs: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
     min_p: float = 0.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
@@ -106,7 +109,10 @@ class SamplingParams:
             raise RequestError(f"seed={str(self.seed)[:60]} has more than 64 bits", "seed")
         check_range("min_tokens", self.min_tokens, 0, math.inf, whole=True)
         check_range("n", self.n, 1, MAX_N, whole=True)
-        for name in ("ignore_eos", "log_probs", "include_stop_str_in_output"):
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                check_range(name, getattr(self, name), 0, MAX_LOGPROBS, whole=True)
+        for name in ("ignore_eos", "include_stop_str_in_output"):
             check_bool(name, getattr(self, name))
         stop = check_texts("stop", self.stop, MAX_STOP_TEXTS, MAX_STOP_LENGTH)
         object.__setattr__(self, "stop", stop)

@@ -99,7 +99,7 @@ class Scheduler:
                 break  # once the other is prefilled, they share their common prefix
             match = (
                 self.cache.match(sequence.token_ids, sequence.adapter_version)
-                if uses_cache
+                if uses_cache and not sequence.wants_prompt_logprobs
                 else None
             )
             matched = list(match.blocks) if match else []
@@ -117,6 +117,8 @@ class Scheduler:
             self.start(sequence, matched + allocated)
             if match:
                 sequence.num_computed = match.length
+                if not sequence.num_output_tokens:
+                    sequence.num_cached_tokens = match.length
                 sequence.common_length = match.common_length
                 if match.snapshot is not None:
                     restored.append((sequence, match.snapshot))

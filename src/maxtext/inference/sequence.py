@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from maxtext.inference.grammar import GrammarMatcher
+from maxtext.inference.logprobs import TokenLogprobs
 from maxtext.inference.sampling_params import SamplingParams
 
 
@@ -16,6 +17,9 @@ class Sequence:
     adapter_slot: int = 0  # of the model's adapters, from 1; 0: none
     adapter_version: int = 0  # unique to what a slot holds, for the prefix cache
     token_ids: list[int] = field(init=False)  # the prompt and the sampled tokens
+    # Of the tokens of the prompt, as they are computed; the first has none.
+    prompt_logprobs: list[TokenLogprobs | None] = field(init=False)
+    num_cached_tokens: int = 0  # of the prompt, found in the prefix cache
     slot: int = -1
     blocks: list[int] = field(default_factory=list)  # its block table
     # Tokens in the KV cache once all programs in flight have run. A program may have finished the
@@ -29,6 +33,13 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_ids)
+        self.prompt_logprobs = [] if self.params.prompt_logprobs is None else [None]
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether log-probabilities of its prompt are still to be computed."""
+        is_wanted = self.params.prompt_logprobs is not None
+        return is_wanted and len(self.prompt_logprobs) < len(self.prompt_ids)
 
     @property
     def shares_prompt(self) -> bool:
@@ -38,6 +49,10 @@ class Sequence:
     @property
     def is_decoding(self) -> bool:
         return self.num_computed >= self.prefill_length
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - len(self.prompt_ids)
 
     @property
     def is_blocked(self) -> bool:
@@ -68,6 +83,8 @@ class StepOutput:
 
     request_id: int
     sampled_tokens: tuple[int, ...] = ()
-    log_probs: tuple[float, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()  # of these tokens, if the request wants them
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()  # with the first output of a request
+    num_cached_tokens: int = 0
     finish_reason: str | None = None
     error: str | None = None

@@ -53,6 +53,8 @@ class EngineSession:
             )
             self.sequences[request_id].add(sequence_id)
             params = replace(request.params, seed=seed)
+            if choice > 0:  # all have the same prompt
+                params = replace(params, prompt_logprobs=None)
             self.engine.add_request(
                 sequence_id,
                 replace(request, params=params),

@@ -26,7 +26,8 @@ def warmup_requests(
     sizes += [size - 1 for size in map(next_power_of_two, range(longest, length)) if size < length]
     counts = {min(1 << bit, slots) for bit in range(next_power_of_two(slots).bit_length())}
     counts |= set(decode_rows)
-    base = SamplingParams.from_config(config, ignore_eos=True, log_probs=config.return_log_prob)
+    logprobs = 0 if config.return_log_prob else None
+    base = SamplingParams.from_config(config, ignore_eos=True, logprobs=logprobs)
     prompt_index = 0
     for size in dict.fromkeys(sizes):
         max_new_tokens = min(MAX_DECODE_STEPS + 2, length - size) if static_steps else 2

@@ -91,7 +91,7 @@ class RolloutEngine:
         assert self.engine is not None, "sync comes first"
         for reason in map(self.engine.reject_reason, requests):
             if reason is not None:
-                raise UserError(reason)
+                raise reason
         token_ids: list[list[int]] = [[] for _ in requests]
         log_probs: list[list[float]] = [[] for _ in requests]
         reasons = [""] * len(requests)
@@ -103,7 +103,7 @@ class RolloutEngine:
                     if output.error is not None:
                         raise UserError(output.error)
                     token_ids[output.request_id] += output.sampled_tokens
-                    log_probs[output.request_id] += output.log_probs
+                    log_probs[output.request_id] += [each.logprob for each in output.logprobs]
                     reasons[output.request_id] = output.finish_reason or ""
         return [
             Rollout(
