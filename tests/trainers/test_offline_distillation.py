@@ -1,9 +1,13 @@
 """Logits of a teacher in files, and a student that learns from them; torch is the oracle."""
 
+import pickle
+
 import numpy as np
 import pytest
+import safetensors.numpy
 import torch
 import transformers
+from array_record.python.array_record_module import ArrayRecordWriter
 
 from maxtext.checkpoint.open import open_checkpoint
 from maxtext.common.errors import ConfigError, UserError
@@ -132,9 +136,95 @@ def test_update_from_files_equals_torch(logits, student, quickly):
 
 
 def test_rows_of_another_length_and_other_folders_are_refused(logits, student, tmp_path):
-    with pytest.raises(ConfigError, match=f"max_target_length={LENGTH}, and this run has"):
+    with pytest.raises(ConfigError, match=f"rows of {LENGTH} tokens, and this run has"):
         rows_of(logits, student, ShardSpec(rows=1), "max_target_length=32")
     with pytest.raises(UserError, match="holds no logits of a teacher"):
         rows_of(tmp_path, student, ShardSpec(rows=1))
     with pytest.raises(ConfigError, match=f"not between 1 and vocab_size={VOCABULARY}"):
         write_logits(configure(student[0]), tmp_path, VOCABULARY + 1)
+
+
+SHARD = ShardSpec(rows=ROWS)
+RECORDED = {"tokens": "inputs", "top_k_logits": "top_k_logits", "top_k_indices": "top_k_indices"}
+OPTIONAL = ("inputs_position", "inputs_segmentation", "targets", "targets_segmentation")
+
+
+def to_pickle(arrays):
+    return pickle.dumps(arrays)
+
+
+def write_records(folder, batches, to_bytes, optional=OPTIONAL):
+    """Two files of a batch a record, as MaxText writes them."""
+    folder.mkdir()
+    for number, part in enumerate((batches[:2], batches[2:])):
+        path = folder / f"teacher_top_k_part_{number:05d}.array_record"
+        writer = ArrayRecordWriter(str(path), "group_size:1000")
+        for batch in part:
+            arrays = {name: batch[field] for name, field in RECORDED.items()}
+            arrays |= {name: batch[name] for name in optional}
+            arrays["top_k_logits"] = arrays["top_k_logits"].astype(np.float32)
+            writer.write(to_bytes(arrays))
+        writer.close()
+    return folder
+
+
+@pytest.mark.parametrize("to_bytes", [safetensors.numpy.save, to_pickle])
+def test_array_records_give_the_same_rows(logits, student, tmp_path, to_bytes):
+    batches = list(rows_of(logits, student, ShardSpec(rows=ROWS)))
+    folder = write_records(tmp_path / "records", batches, to_bytes)
+    actual = list(rows_of(folder, student, ShardSpec(rows=ROWS)))
+    assert len(actual) == len(batches) == STEPS
+    for batch, expected in zip(actual, batches, strict=True):
+        assert batch.keys() == expected.keys()
+        for name, field in expected.items():
+            assert batch[name].dtype == field.dtype, name
+            np.testing.assert_array_equal(batch[name], field, err_msg=name)
+
+
+def test_absent_fields_of_array_records_follow_from_the_tokens(logits, student, tmp_path):
+    batch = next(rows_of(logits, student, ShardSpec(rows=ROWS)))
+    segments = np.ones((ROWS, LENGTH), np.int32)
+    segments[:, 5:12], segments[:, 12:] = 2, 0
+    batch |= {"inputs_segmentation": segments}
+    folder = write_records(
+        tmp_path / "records", [batch], to_pickle, optional=("inputs_segmentation",)
+    )
+    read = next(rows_of(folder, student, ShardSpec(rows=ROWS)))
+    row = {name: field[0].tolist() for name, field in read.items()}
+    tokens = batch["inputs"][0].tolist()
+    assert row["targets"] == [*tokens[1:], 0]
+    assert row["targets_segmentation"] == [1] * 4 + [0] + [2] * 6 + [0] * 5
+    assert row["inputs_position"][:12] == [*range(5), *range(7)]
+
+
+def test_records_that_are_no_arrays_are_refused(logits, student, tmp_path):
+    batches = list(rows_of(logits, student, ShardSpec(rows=ROWS)))
+
+    def read(name, batches, to_bytes=to_pickle):
+        return list(rows_of(write_records(tmp_path / name, batches, to_bytes), student, SHARD))
+
+    with pytest.raises(UserError, match="record 0 of .* names builtins.print, which is no array"):
+        read("code", batches, lambda arrays: pickle.dumps({"tokens": print}))
+    with pytest.raises(UserError, match="has no top_k_indices"):
+        read("short", batches, lambda arrays: to_pickle({"tokens": 0, "top_k_logits": 0}))
+    with pytest.raises(UserError, match=f"has 2 rows of {LENGTH} tokens, not {ROWS}"):
+        read("uneven", [batches[0], {name: field[:2] for name, field in batches[1].items()}])
+    larger = batches[0] | {"top_k_indices": batches[0]["top_k_indices"] + VOCABULARY}
+    with pytest.raises(ConfigError, match="or more, and this run has vocab_size"):
+        read("larger", [larger])
+
+
+def test_teacher_of_a_distillation_writes_its_logits(teacher, student, logits, tmp_path):
+    """`distill-logits` with the keys of `maxtext distill`, which name a student, too."""
+    config = configure(
+        student[0],
+        f"teacher_overrides.load_parameters_path={teacher[0]}",
+        "dataset_type=synthetic",
+        f"per_device_batch_size={ROWS}",
+        "steps=1",
+    )
+    assert write_logits(config, tmp_path / "set", TOP_K) == (1, ROWS)
+    batch, expected = (
+        next(rows_of(folder, student, SHARD)) for folder in (tmp_path / "set", logits)
+    )
+    np.testing.assert_array_equal(batch["top_k_indices"], expected["top_k_indices"])

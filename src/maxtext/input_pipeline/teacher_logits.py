@@ -4,10 +4,13 @@
 A row has the fields of a batch [T], `top_k_logits` [T, K] in float16 and `top_k_indices` [T, K] in
 int32, their places in the vocabulary. A part is written under a temporary name and then renamed, so
 that an interrupted job continues after its last part.
+
+A folder without logits.json may hold ArrayRecord files instead (array_record_logits.py).
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -18,6 +21,11 @@ from maxtext.common.errors import ConfigError, UserError
 from maxtext.common.extras import require
 from maxtext.common.files import local_path, write_text
 from maxtext.configs.types import MaxTextConfig
+from maxtext.input_pipeline.array_record_logits import (
+    count_records,
+    read_record,
+    record_files,
+)
 from maxtext.input_pipeline.interface import (
     FIELDS,
     Batch,
@@ -63,8 +71,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         settings = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(
-            f"{folder} holds no logits of a teacher ({MANIFEST} cannot be read): write them with "
-            "`maxtext distill-logits`"
+            f"{folder} holds no logits of a teacher (neither {MANIFEST} nor ArrayRecord files can "
+            "be read): write them with `maxtext distill-logits`"
         ) from error
     if not isinstance(settings, dict) or not all(
         isinstance(settings.get(key), int) for key in FORMAT_KEYS
@@ -113,45 +121,93 @@ def read_part(path: Path, length: int) -> Batch:
     return batch
 
 
+@dataclass(frozen=True)
+class Part:
+    """Rows that are read together: a Parquet file, or a record of an ArrayRecord file."""
+
+    path: Path
+    rows: int
+    record: int | None = None
+
+    def read(self, length: int) -> Batch:
+        if self.record is None:
+            return read_part(self.path, length)
+        batch = read_record(self.path, self.record)
+        if batch["inputs"].shape != (self.rows, length):
+            raise UserError(
+                f"record {self.record} of {self.path} has {batch['inputs'].shape[0]} rows of "
+                f"{batch['inputs'].shape[1]} tokens, not {self.rows} of {length} like the first"
+            )
+        return batch
+
+
 def top_k_of(config: MaxTextConfig) -> int:
     """K of offline_data_dir. Raises ConfigError if its rows are not for this model."""
     folder = local_path(config.offline_data_dir or "")
-    settings = read_manifest(folder)
-    for key in ("max_target_length", "vocab_size"):
-        if settings[key] != getattr(config, key):
-            raise ConfigError(
-                f"offline_data_dir={folder} was written with {key}={settings[key]}, and this run "
-                f"has {key}={getattr(config, key)}: they must be equal"
-            )
+    files = array_record_files(folder)
+    settings = record_settings(files[0]) if files else read_manifest(folder)
+    if settings["max_target_length"] != config.max_target_length:
+        raise ConfigError(
+            f"offline_data_dir={folder} has rows of {settings['max_target_length']} tokens, and "
+            f"this run has max_target_length={config.max_target_length}: they must be equal"
+        )
+    # Of ArrayRecord files, the largest index is all that is known of the vocabulary.
+    is_same = settings["vocab_size"] == config.vocab_size
+    if not (is_same or (files and settings["vocab_size"] < config.vocab_size)):
+        raise ConfigError(
+            f"offline_data_dir={folder} was written with vocab_size={settings['vocab_size']}"
+            f"{' or more' if files else ''}, and this run has vocab_size={config.vocab_size}: they "
+            "must be equal"
+        )
     return settings["top_k"]
 
 
-def part_rows(folder: Path) -> dict[Path, int]:
-    """The number of rows in each part, in order."""
+def array_record_files(folder: Path) -> list[Path]:
+    return [] if (folder / MANIFEST).is_file() else record_files(folder)
+
+
+def record_settings(path: Path) -> dict[str, int]:
+    """As of logits.json, from the first record of a file."""
+    indices = read_record(path, 0)["top_k_indices"]
+    _, length, top_k = indices.shape
+    return {
+        "top_k": top_k,
+        "max_target_length": length,
+        "vocab_size": int(indices.max()) + 1,
+    }
+
+
+def find_parts(folder: Path) -> list[Part]:
+    """The parts of a folder, in order. Every record of ArrayRecord files has as many rows as the
+    first."""
+    files = array_record_files(folder)
+    if files:
+        rows = len(read_record(files[0], 0)["inputs"])
+        return [Part(file, rows, index) for file in files for index in range(count_records(file))]
     parquet = require("pyarrow.parquet", "reading logits")
     parts = sorted(folder.glob("part-*.parquet"))
     if not parts:
         raise UserError(f"{folder} holds no complete part: run `maxtext distill-logits` again")
-    return {part: parquet.read_metadata(part).num_rows for part in parts}
+    return [Part(part, parquet.read_metadata(part).num_rows) for part in parts]
 
 
 def teacher_logits_source(config: MaxTextConfig, split: Split, shard: ShardSpec) -> BatchIterator:
     top_k_of(config)
     folder = local_path(config.offline_data_dir or "")
-    return TeacherLogits(part_rows(folder), config.max_target_length, config.num_epoch, shard)
+    return TeacherLogits(find_parts(folder), config.max_target_length, config.num_epoch, shard)
 
 
 def max_data_streams(config: MaxTextConfig, split: Split) -> int:
-    return sum(part_rows(local_path(config.offline_data_dir or "")).values())
+    return sum(part.rows for part in find_parts(local_path(config.offline_data_dir or "")))
 
 
 class TeacherLogits(BatchIterator):
     """The rows of a shard, in the order of the files, which is that of the data that was written;
     `epochs` times."""
 
-    def __init__(self, parts: Mapping[Path, int], length: int, epochs: int, shard: ShardSpec):
-        self.parts = list(parts)
-        self.ends = np.cumsum(list(parts.values()))
+    def __init__(self, parts: Sequence[Part], length: int, epochs: int, shard: ShardSpec):
+        self.parts = parts
+        self.ends = np.cumsum([part.rows for part in parts])
         self.length = length
         self.shard = shard
         self.rows = np.arange(shard.index, self.ends[-1], shard.count)
@@ -175,7 +231,7 @@ class TeacherLogits(BatchIterator):
         row = self.rows[number % len(self.rows)]
         part = int(np.searchsorted(self.ends, row, side="right"))
         first = self.ends[part - 1] if part else 0
-        fields = read_part(self.parts[part], self.length)
+        fields = self.parts[part].read(self.length)
         return {name: field[row - first] for name, field in fields.items()}
 
     def get_state(self) -> State:

@@ -20,6 +20,7 @@ from maxtext.input_pipeline.teacher_logits import (
     part_path,
     write_part,
 )
+from maxtext.sharding import AxisRules, make_mesh
 from maxtext.trainers.compile import lower
 from maxtext.trainers.data_loader import open_train_streams, shard_batch
 from maxtext.trainers.distillation import split_sequence
@@ -27,6 +28,7 @@ from maxtext.trainers.init_state import initial_weights
 from maxtext.trainers.model_losses import bind_model, training_inputs
 from maxtext.trainers.run_context import RunContext
 from maxtext.trainers.shardings import with_shardings
+from maxtext.trainers.teacher import teacher_config
 
 PART_TOKENS = 2**15  # at least; a part has whole batches
 
@@ -34,8 +36,13 @@ PART_TOKENS = 2**15  # at least; a part has whole batches
 def write_logits(
     config: MaxTextConfig, folder: Path, top_k: int, checkpoint: Checkpoint | None = None
 ) -> tuple[int, int]:
-    """Write `steps` batches, or all the data. Parts that exist are skipped. Returns the numbers of
-    parts and of rows that were written. `checkpoint`: load_parameters_path, if it is open."""
+    """Write `steps` batches, or all the data, with the logits of the model at load_parameters_path
+    or, in the configuration of a distillation, of its teacher. Parts that exist are skipped.
+    Returns the numbers of parts and of rows that were written. `checkpoint`: load_parameters_path,
+    if it is open."""
+    if config.teacher_overrides:
+        config = teacher_config(config, AxisRules.from_config(config, make_mesh(config)))
+        checkpoint = None
     if not 1 <= top_k <= config.vocab_size:
         raise ConfigError(f"--top-k {top_k} is not between 1 and vocab_size={config.vocab_size}")
     if jax.process_count() > 1:
