@@ -5,6 +5,9 @@ BIN := .venv/bin
 FAST ?=
 WORKERS ?= 2
 
+# Tests start many processes, which read the bytecode that the first one writes.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: quickstart test test-all lint format clean
 
 quickstart: .venv/base

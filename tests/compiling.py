@@ -8,8 +8,11 @@ A test that needs an optimized program passes `compiler_options` to jit, or star
 other XLA_FLAGS.
 """
 
+import itertools
 import os
 from importlib.metadata import version
+
+from jax._src.interpreters import mlir
 
 from maxtext.common.processes import has_gpu
 
@@ -31,6 +34,24 @@ def compile_fast() -> None:
         given = os.environ.get("XLA_FLAGS", "").split()
         missing = [flag for flag in FAST_COMPILE_FLAGS if flag not in given]
         os.environ["XLA_FLAGS"] = " ".join([*given, *missing])
+
+
+def reuse_mlir_contexts(programs: int = 256) -> None:
+    """Lower this number of programs in one MLIR context.
+
+    JAX creates a context for each program, which takes longer than lowering a small program. A
+    context keeps its constants, so it is replaced from time to time.
+    """
+    create, count = mlir.make_ir_context, itertools.count()
+    context = None
+
+    def shared_context():
+        nonlocal context
+        if next(count) % programs == 0:
+            context = create()
+        return context
+
+    mlir.make_ir_context = shared_context
 
 
 def cpu_devices(count: int, *flags: str) -> dict[str, str]:

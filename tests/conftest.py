@@ -9,9 +9,10 @@ from pathlib import Path
 import jax
 import pytest
 
-from tests.compiling import compile_fast
+from tests.compiling import compile_fast, reuse_mlir_contexts
 
 compile_fast()
+reuse_mlir_contexts()
 
 TESTS = Path(__file__).parent
 MAPPINGS = Path("/proc/self/maps")

@@ -1,6 +1,7 @@
 """Low-rank adapters in layers and models, against closed forms."""
 
 from dataclasses import replace
+from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -136,13 +137,29 @@ def test_each_row_has_the_adapter_of_its_index():
     np.testing.assert_allclose(y[:, 1], plain[:, 1], rtol=1e-5, atol=1e-5)
 
 
+@cache
 def model(scan, spec):
     config = load(None, from_python(TINY | {"scan_layers": scan}))
     context = build_context(config, adapters=spec)
     template = make_template(config, context)
-    fresh = Transformer(config, hash_rng.key_from_seed(1), context)
-    _, adapter = split_adapter(nnx.to_pure_dict(nnx.state(fresh)))
-    return config, template, initial_weights(config), adapter
+
+    @jax.jit
+    def initial_adapter(key):
+        return split_adapter(nnx.to_pure_dict(nnx.state(Transformer(config, key, context, True))))[
+            1
+        ]
+
+    adapter = initial_adapter(hash_rng.key_from_seed(1))
+    base = jax.jit(lambda: initial_weights(config, loop=True))()
+    return config, template, base, adapter
+
+
+def filled(adapter):
+    return jax.tree.map(lambda x: np.full(x.shape, 0.04, x.dtype), adapter)
+
+
+def logits(template, weights):
+    return jax.jit(lambda weights: template.bind(weights)(IDS, POSITIONS))(weights)
 
 
 SOME_LAYERS = AdapterSpec(
@@ -157,18 +174,16 @@ SOME_LAYERS = AdapterSpec(
 @pytest.mark.parametrize("scan", [False, True])
 def test_new_adapter_changes_no_bit_of_the_logits(scan):
     config, template, base, adapter = model(scan, SOME_LAYERS)
-    before = make_template(config).bind(base)(IDS, POSITIONS)
-    after = template.bind(join_trees(base, adapter))(IDS, POSITIONS)
-    np.testing.assert_array_equal(before, after)
+    before = logits(make_template(config), base)
+    np.testing.assert_array_equal(logits(template, join_trees(base, adapter)), before)
 
 
 def test_stacked_and_unrolled_layers_with_different_ranks_agree():
-    logits = []
+    results = []
     for scan in (False, True):
         _, template, base, adapter = model(scan, SOME_LAYERS)
-        adapter = jax.tree.map(lambda x: jnp.full_like(x, 0.04), adapter)
-        logits.append(template.bind(join_trees(base, adapter))(IDS, POSITIONS))
-    np.testing.assert_allclose(*logits, rtol=1e-4, atol=1e-4)
+        results.append(logits(template, join_trees(base, filled(adapter))))
+    np.testing.assert_allclose(*results, rtol=1e-4, atol=1e-4)
 
 
 def test_only_adapters_are_trained_and_layers_without_one_have_no_gradient():
@@ -176,7 +191,7 @@ def test_only_adapters_are_trained_and_layers_without_one_have_no_gradient():
     base_trained, adapter_trained = split_adapter(template.trained)
     assert not any(jax.tree.leaves(base_trained))
     assert all(jax.tree.leaves(adapter_trained))
-    adapter = jax.tree.map(lambda x: jnp.full_like(x, 0.04), adapter)
+    adapter = filled(adapter)
 
     def total(adapter):
         return template.bind(join_trees(base, adapter))(IDS, POSITIONS).sum()
@@ -213,21 +228,24 @@ def test_magnitudes_start_at_the_norms_of_the_weights():
 )
 def test_gradient_over_quantized_weights_is_that_of_the_dequantized(dtype, scan):
     config, template, base, adapter = model(scan, SOME_LAYERS)
-    adapter = jax.tree.map(lambda x: jnp.full_like(x, 0.04), adapter)
+    adapter = filled(adapter)
     plain = make_template(config)
-    quantized = quantize_weights(plain, base, dtype, 16, head=False)
+    quantized = jax.jit(lambda base: quantize_weights(plain, base, dtype, 16, head=False))(base)
     assert not hasattr(quantized["head"]["weight"], "qvalue")
-    dequantized = jax.tree.map(
-        lambda leaf, like: leaf.astype(like.dtype), quantized, base,
-        is_leaf=lambda leaf: hasattr(leaf, "qvalue"),
-    )  # fmt: skip
+
+    @jax.jit
+    def dequantize(quantized):
+        return jax.tree.map(
+            lambda leaf, like: leaf.astype(like.dtype), quantized, base,
+            is_leaf=lambda leaf: hasattr(leaf, "qvalue"),
+        )  # fmt: skip
 
     def total(adapter, base):
         return jnp.square(template.bind(join_trees(base, adapter))(IDS, POSITIONS)).sum()
 
     gradient = jax.jit(jax.grad(total))
     for expected, result in zip(
-        jax.tree.leaves(gradient(adapter, dequantized)),
+        jax.tree.leaves(gradient(adapter, dequantize(quantized))),
         jax.tree.leaves(gradient(adapter, quantized)),
         strict=True,
     ):
@@ -249,7 +267,12 @@ def test_experts_have_an_adapter_each(method):
         target.weight.set_value(target.weight[...] + update)
     x = np.random.default_rng(1).standard_normal((2, 4, 6)).astype("float32")
     inputs = LayerInputs(np.broadcast_to(np.arange(4), (2, 4)))
-    np.testing.assert_allclose(layer(x, inputs)[0], merged(x, inputs)[0], rtol=1e-4, atol=1e-5)
+
+    def run(layer):
+        return nnx.jit(lambda layer, x: layer(x, inputs)[0])(layer, x)
+
+    expected = run(merged)
+    np.testing.assert_allclose(run(layer), expected, rtol=1e-4, atol=1e-5)
     many = moe.build(initializer(replace(spec, slots=2)), 6, "float32")
     for name in ("wi_0", "wo"):
         source, target = layer.experts.layers[name], many.experts.layers[name]
@@ -257,7 +280,7 @@ def test_experts_have_an_adapter_each(method):
         target.lora_a.set_value(jnp.stack([zeros, 2.0 * source.lora_a[...]]))
         target.lora_b.set_value(jnp.stack([source.lora_b[...]] * 2))
     with use_adapter_inputs(AdapterInputs(ids=jnp.asarray([0, 2]))):
-        y, _ = many(x, inputs)
+        y = run(many)
     base = moe.build(initializer(None), 6, "float32")
-    np.testing.assert_allclose(y[0], base(x, inputs)[0][0], rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(y[1], merged(x, inputs)[0][1], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(y[0], run(base)[0], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(y[1], expected[1], rtol=1e-4, atol=1e-5)
