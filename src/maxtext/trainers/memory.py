@@ -19,6 +19,15 @@ def step_bytes(step: jax.stages.Compiled) -> int:
     return memory.argument_size_in_bytes + max(new_outputs, 0) + memory.temp_size_in_bytes
 
 
+def peak_bytes() -> int | None:
+    """The most memory that this process has had on a local device at a time; None where the
+    platform does not count it."""
+    peaks = [
+        (device.memory_stats() or {}).get("peak_bytes_in_use") for device in jax.local_devices()
+    ]
+    return max((peak for peak in peaks if peak is not None), default=None)
+
+
 def state_bytes(context: RunContext) -> int:
     """Bytes of weights and optimizer state on one device."""
     leaves = jax.tree.leaves(context.abstract_state)

@@ -45,7 +45,7 @@ from maxtext.trainers.export import save_results
 from maxtext.trainers.hooks import Evaluate, Profile, Record, TrainingFailed
 from maxtext.trainers.init_state import initial_weights, with_reference
 from maxtext.trainers.loop import STOPPED_ELSEWHERE, Hook, Loop
-from maxtext.trainers.memory import state_bytes, step_bytes, warn_if_too_large
+from maxtext.trainers.memory import peak_bytes, state_bytes, step_bytes, warn_if_too_large
 from maxtext.trainers.on_policy import on_policy_step
 from maxtext.trainers.reference_logps import load_or_compute
 from maxtext.trainers.restore import Start, find_start, frozen_checksum
@@ -264,6 +264,7 @@ def summarize(
         # An upper bound of the time that steps waited for data: while the host waited, the device
         # may have been running a step.
         "data_wait": round(loop.data_seconds / loop.step_seconds, 5) if loop.step_seconds else None,
+        "peak_memory_bytes": peak_bytes(),
         "first_loss": record.losses[0][1] if record.losses else None,
         "final": record.last,
         "eval_loss": eval_points[-1][1] if eval_points else None,
