@@ -84,7 +84,7 @@ class AsyncEngine:
         self.streams: dict[int, BaseStream] = {}
         self.events: list[Event] = []
         self.num_failures = 0
-        self.generation_tokens = 0
+        self.generation_tokens = 0  # of engines before a failure
         self.checked_at = 0.0
         self.seconds_per_request = 1.0  # that leaves the engine, as a moving average
         self.finished_at = time.monotonic()
@@ -202,7 +202,6 @@ class AsyncEngine:
         deltas = self.session.step()
         streams = [self.streams[delta.index] for delta in deltas]
         for stream, delta in zip(streams, deltas, strict=True):
-            self.generation_tokens += len(delta.token_ids)
             stream.num_put += item_size(delta)
             self.events.append((stream, delta))
             if delta.completion is not None:
@@ -306,6 +305,7 @@ class AsyncEngine:
                 self.status = "engine_failed"
             self.stopping = True
             return
+        self.generation_tokens += self.session.num_generated
         self.engine = self.llm.engine_for(*self.size)
         self.session = EngineSession(self.engine, self.llm.tokenizer)
 
@@ -320,7 +320,7 @@ class AsyncEngine:
             num_preemptions=scheduler.num_preemptions,
             prefix_cache_queries=cache.hits + cache.misses,
             prefix_cache_hits=cache.hits,
-            generation_tokens=self.generation_tokens,
+            generation_tokens=self.generation_tokens + self.session.num_generated,
         )
 
 

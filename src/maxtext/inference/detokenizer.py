@@ -83,6 +83,11 @@ class Detokenizer:
         return self.stop_text is not None
 
     @property
+    def holds_back(self) -> bool:
+        """Whether some text is not emitted yet."""
+        return bool(self.held_back or self.pending)
+
+    @property
     def text(self) -> str:
         """All text so far, up to a stop text."""
         return "".join(self.deltas) + self.held_back

@@ -150,6 +150,7 @@ class InferenceEngine:
         sequence from here on."""
         prompt_ids = tuple(int(token) for token in request.prompt)
         sequence = Sequence(request_id, prompt_ids, request.params, grammar=grammar)
+        sequence.cache_salt = request.cache_salt
         if adapter is not None:
             sequence.adapter_slot = adapter.slot
             sequence.adapter_version = adapter.version
@@ -338,6 +339,7 @@ class InferenceEngine:
             logprobs=tuple(token_logprobs),
             prompt_logprobs=tuple(sequence.prompt_logprobs) if is_first else (),
             num_cached_tokens=sequence.num_cached_tokens,
+            started_at=sequence.started_at,
             finish_reason=finish_reason,
             error=error,
         )
@@ -365,12 +367,12 @@ class InferenceEngine:
         blocks = sequence.blocks[:num_full]
         if not self.scheduler.snapshots:
             self.prefix_cache.insert(
-                sequence.token_ids[:length], blocks, adapter=sequence.adapter_version
+                sequence.token_ids[:length], blocks, namespace=sequence.cache_namespace
             )
         elif length == sequence.num_computed:
             snapshot = self.executor.read_slot(sequence.slot)
             self.prefix_cache.insert(
-                sequence.token_ids[:length], blocks, snapshot, sequence.adapter_version
+                sequence.token_ids[:length], blocks, snapshot, sequence.cache_namespace
             )
 
 

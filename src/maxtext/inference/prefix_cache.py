@@ -19,7 +19,7 @@ its full ones.
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -68,10 +68,10 @@ class Node:
         "tokens",
     )
 
-    def __init__(self, tokens: tuple[int, ...], parent: "Node | None"):
+    def __init__(self, tokens: tuple[Hashable, ...], parent: "Node | None"):
         self.tokens = tokens
         self.parent = parent
-        self.children: dict[tuple[int, ...], Node] = {}
+        self.children: dict[tuple[Hashable, ...], Node] = {}
         self.num_children_on_device = 0
         self.block: int | None = None
         self.in_host = False
@@ -162,13 +162,14 @@ class PrefixCache:
         """How many blocks `allocate` could return."""
         return self.pool.num_free
 
-    def match(self, tokens: Sequence[int], adapter: int = 0) -> PrefixMatch:
+    def match(self, tokens: Sequence[int], namespace: Hashable = 0) -> PrefixMatch:
         """The longest cached prefix in full blocks, with a reference for the caller. At least one
-        token is left to compute. Sequences share blocks only if they have the same adapter.
+        token is left to compute. Sequences share blocks only in the same namespace: that of their
+        adapter and the salt of their request.
 
         Blocks in host memory are loaded to the device as long as blocks are free.
         """
-        common = self.longest_path(tokens, adapter)
+        common = self.longest_path(tokens, namespace)
         acquired: list[Node] = []
         for node in self.resumable(common):
             if not self.acquire(node):
@@ -228,7 +229,7 @@ class PrefixCache:
         tokens: Sequence[int],
         blocks: Sequence[int],
         snapshot: Any | None = None,
-        adapter: int = 0,
+        namespace: Hashable = 0,
     ) -> None:
         """Cache blocks[i], which the caller references, as the block of tokens[i * block_size :
         (i + 1) * block_size]. A partial last block is left out.
@@ -238,7 +239,7 @@ class PrefixCache:
         state after the full blocks; the first one that is inserted stays.
         """
         assert snapshot is None or self.snapshots, "this cache has no snapshots"
-        node, keys = self.root, self.block_keys(tokens, len(tokens), adapter)
+        node, keys = self.root, self.block_keys(tokens, len(tokens), namespace)
         assert len(blocks) >= len(keys), f"{len(tokens)} tokens exceed {len(blocks)} blocks"
         for key, block in zip(keys, blocks, strict=False):
             assert self.pool.is_referenced(block), f"block {block} is inserted but not referenced"
@@ -287,22 +288,22 @@ class PrefixCache:
     # The tree.
 
     def block_keys(
-        self, tokens: Sequence[int], end: int, adapter: int = 0
-    ) -> list[tuple[int, ...]]:
-        """The tokens of each full block before `end`; the first key also has the adapter, if there
-        is one."""
-        keys = [
+        self, tokens: Sequence[int], end: int, namespace: Hashable = 0
+    ) -> list[tuple[Hashable, ...]]:
+        """The tokens of each full block before `end`; the first key also has the namespace, unless
+        that is falsy."""
+        keys: list[tuple[Hashable, ...]] = [
             tuple(tokens[start : start + self.block_size])
             for start in range(0, end - self.block_size + 1, self.block_size)
         ]
-        if keys and adapter:
-            keys[0] = (adapter, *keys[0])
+        if keys and namespace:
+            keys[0] = (namespace, *keys[0])
         return keys
 
-    def longest_path(self, tokens: Sequence[int], adapter: int = 0) -> list[Node]:
+    def longest_path(self, tokens: Sequence[int], namespace: Hashable = 0) -> list[Node]:
         """The nodes of the longest cached prefix that leaves a token to compute."""
         nodes, node = [], self.root
-        for key in self.block_keys(tokens, len(tokens) - 1, adapter):
+        for key in self.block_keys(tokens, len(tokens) - 1, namespace):
             child = node.children.get(key)
             if child is None:
                 break

@@ -1,5 +1,6 @@
 """Text around the engine, which works on token ids: requests going in, completions coming out."""
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -9,9 +10,14 @@ import numpy as np
 from maxtext.configs.types import MaxTextConfig
 from maxtext.inference.detokenizer import Detokenizer
 from maxtext.inference.logprobs import TokenLogprobs
-from maxtext.inference.requests import Completion, CompletionDelta, GenerationRequest
+from maxtext.inference.requests import (
+    Completion,
+    CompletionDelta,
+    GenerationRequest,
+    RequestTimes,
+)
 from maxtext.inference.sequence import StepOutput
-from maxtext.inference.validation import RequestError
+from maxtext.inference.validation import RequestError, shorten
 from maxtext.tokenizers import Tokenizer
 
 NO_TOKENIZER = "this model came without a tokenizer"
@@ -77,7 +83,11 @@ def prepare_request(
     if not params.ignore_eos:
         stop_token_ids = (*params.stop_token_ids, *eos_ids)
         params = replace(params, stop_token_ids=stop_token_ids)
-    return GenerationRequest(tuple(int(token) for token in prompt), params)
+    if not isinstance(request.cache_salt, str):
+        raise RequestError(
+            f"cache_salt must be text, not {shorten(request.cache_salt)}", "cache_salt"
+        )
+    return replace(request, prompt=tuple(int(token) for token in prompt), params=params)
 
 
 def check_positions(config: MaxTextConfig, length: int) -> None:
@@ -115,25 +125,31 @@ class OutputProcessor:
                 tokenizer, prompt_ids, self.params.stop, self.params.include_stop_str_in_output
             )
         self.token_ids: list[int] = []
+        self.num_final = 0  # of them, whose text is emitted
+        self.started_at = self.first_token_at = 0.0
         self.logprobs: list[TokenLogprobs] = []
         self.prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
         self.num_cached_tokens = 0
 
     def add(self, output: StepOutput) -> CompletionDelta:
         """What a step adds, with the completion if that is finished now."""
-        start = len(self.token_ids)
+        if output.sampled_tokens and not self.token_ids:
+            self.first_token_at = time.monotonic()
+        self.started_at = output.started_at
+        start = self.num_final
         self.prompt_logprobs = self.prompt_logprobs or output.prompt_logprobs
         self.num_cached_tokens = output.num_cached_tokens
         text, finish_reason = self.add_tokens(output)
         completion = None
         if finish_reason is not None:
             completion = self.completion(finish_reason, output.error)
+            self.num_final = len(self.token_ids)
         return CompletionDelta(
             index=self.index,
             choice=self.choice,
             text=text,
-            token_ids=tuple(self.token_ids[start:]),
-            logprobs=tuple(self.logprobs[start:]),
+            token_ids=tuple(self.token_ids[start : self.num_final]),
+            logprobs=tuple(self.logprobs[start : self.num_final]),
             prompt_logprobs=output.prompt_logprobs,
             completion=completion,
         )
@@ -141,9 +157,10 @@ class OutputProcessor:
     def add_tokens(self, output: StepOutput) -> tuple[str, str | None]:
         """The text delta of a step, and the finish reason if the completion is finished."""
         tokens = output.sampled_tokens
-        # One token at a time where a stop text may match: the completion ends with the token that
-        # completes it.
-        size = 1 if self.params.stop else max(len(tokens), 1)
+        # One token at a time where a stop text may match, since the completion ends with the token
+        # that completes it, and where log-probabilities go with the text of their token.
+        by_token = self.params.stop or self.params.logprobs is not None
+        size = 1 if by_token else max(len(tokens), 1)
         starts = range(0, len(tokens), size) if tokens or not output.finish_reason else [0]
         text_delta = ""
         for start in starts:
@@ -152,12 +169,15 @@ class OutputProcessor:
             self.token_ids += new
             self.logprobs += output.logprobs[start : start + size]
             if self.detokenizer is None:
+                self.num_final = len(self.token_ids)
                 continue
             shown = [token for token in new if not self.is_hidden(token)]
             too_early = len(self.token_ids) <= self.params.min_tokens
             text_delta += self.detokenizer.add(shown, last, ignore_stop=too_early)
             if self.detokenizer.stopped:
                 return text_delta, "stop"
+            if not self.detokenizer.holds_back:
+                self.num_final = len(self.token_ids)
         return text_delta, output.finish_reason
 
     def is_hidden(self, token: int) -> bool:
@@ -183,5 +203,6 @@ class OutputProcessor:
             choice=self.choice,
             prompt_logprobs=self.prompt_logprobs,
             num_cached_tokens=self.num_cached_tokens,
+            times=RequestTimes(self.started_at, self.first_token_at, time.monotonic()),
             stop_reason=self.stop_reason if finish_reason in ("stop", "end") else None,
         )

@@ -15,6 +15,17 @@ class GenerationRequest:
     params: SamplingParams = field(default_factory=SamplingParams)
     # The name of an adapter; None: the first that is loaded, if any; "": the base model.
     adapter: str | None = None
+    # Requests share blocks of the prefix cache only if they have the same salt.
+    cache_salt: str = ""
+
+
+@dataclass(frozen=True)
+class RequestTimes:
+    """When things happened to a completion, by `time.monotonic`."""
+
+    started_at: float  # it got its slot
+    first_token_at: float
+    finished_at: float
 
 
 @dataclass(frozen=True)
@@ -38,11 +49,16 @@ class Completion:
     # has none.
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
     num_cached_tokens: int = 0  # of the prompt, found in the prefix cache
+    times: RequestTimes | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
 class CompletionDelta:
-    """What a step adds to a completion. The last delta of a completion comes with it."""
+    """What a step adds to a completion. The last delta of a completion comes with it.
+
+    Tokens come with the text that they make up: those whose text is not final yet, since it may
+    begin a stop text or end inside a character, come with a later delta.
+    """
 
     index: int
     choice: int

@@ -8,6 +8,7 @@ Prompts are prefilled before running sequences go on; with `chunk_size`, in chun
 decode steps of the others. The scheduler does not touch the device.
 """
 
+import time
 from collections import deque
 from typing import Any
 
@@ -98,7 +99,7 @@ class Scheduler:
             if uses_cache and self.shares_first_block(sequence):
                 break  # once the other is prefilled, they share their common prefix
             match = (
-                self.cache.match(sequence.token_ids, sequence.adapter_version)
+                self.cache.match(sequence.token_ids, sequence.cache_namespace)
                 if uses_cache and not sequence.wants_prompt_logprobs
                 else None
             )
@@ -131,6 +132,7 @@ class Scheduler:
             self.free_slots.remove(sequence.slot)
         else:
             sequence.slot = self.free_slots.pop()
+        sequence.started_at = sequence.started_at or time.monotonic()
         sequence.num_computed = 0
         sequence.prefill_length = len(sequence.token_ids)
         sequence.common_length = 0
@@ -141,7 +143,7 @@ class Scheduler:
         size = self.block_size
         return len(sequence.token_ids) > size and any(
             sequence.token_ids[:size] == other.token_ids[:size]
-            and sequence.adapter_version == other.adapter_version
+            and sequence.cache_namespace == other.cache_namespace
             for other in self.running
             if not other.is_decoding
         )
@@ -259,7 +261,7 @@ class Scheduler:
         if self.cache.enabled and not self.snapshots and sequence.is_decoding and cacheable:
             computed = sequence.token_ids[:-1]
             blocks = sequence.blocks[: len(computed) // self.block_size]
-            self.cache.insert(computed, blocks, adapter=sequence.adapter_version)
+            self.cache.insert(computed, blocks, namespace=sequence.cache_namespace)
         self.cache.free(sequence.blocks)
         self.blocked = False
         self.free_slots.append(sequence.slot)

@@ -1,5 +1,6 @@
 """A request inside the engine, and what a step of the engine produces for it."""
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 from maxtext.inference.grammar import GrammarMatcher
@@ -16,6 +17,8 @@ class Sequence:
     params: SamplingParams
     adapter_slot: int = 0  # of the model's adapters, from 1; 0: none
     adapter_version: int = 0  # unique to what a slot holds, for the prefix cache
+    cache_salt: str = ""
+    started_at: float = 0.0  # when it first got a slot, by time.monotonic
     token_ids: list[int] = field(init=False)  # the prompt and the sampled tokens
     # Of the tokens of the prompt, as they are computed; the first has none.
     prompt_logprobs: list[TokenLogprobs | None] = field(init=False)
@@ -49,6 +52,11 @@ class Sequence:
     @property
     def is_decoding(self) -> bool:
         return self.num_computed >= self.prefill_length
+
+    @property
+    def cache_namespace(self) -> Hashable:
+        """Sequences share cached blocks only if it is equal; falsy if nothing sets it apart."""
+        return (self.adapter_version, self.cache_salt) if self.cache_salt else self.adapter_version
 
     @property
     def num_output_tokens(self) -> int:
@@ -86,5 +94,6 @@ class StepOutput:
     logprobs: tuple[TokenLogprobs, ...] = ()  # of these tokens, if the request wants them
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()  # with the first output of a request
     num_cached_tokens: int = 0
+    started_at: float = 0.0
     finish_reason: str | None = None
     error: str | None = None

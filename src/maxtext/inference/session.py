@@ -36,6 +36,7 @@ class EngineSession:
         self.tokenizer = tokenizer
         self.sequence_ids = itertools.count()
         self.processors: dict[int, OutputProcessor] = {}  # by the id of the sequence
+        self.num_generated = 0  # tokens
         self.sequences: dict[int, set[int]] = {}  # unfinished, by the id of the request
 
     @property
@@ -75,7 +76,9 @@ class EngineSession:
             processor = self.processors.get(output.request_id)
             if processor is None:
                 continue  # a stop text has ended it
+            num_before = len(processor.token_ids)
             delta = processor.add(output)
+            self.num_generated += len(processor.token_ids) - num_before
             deltas.append(delta)
             if delta.completion is not None:
                 if output.finish_reason is None:
