@@ -77,6 +77,7 @@ def test_extras_resolve(extras, python):
         assert f"jax-{extra}-plugin" in result.stdout
 
 
+@pytest.mark.slow
 def test_training_imports_no_data_library_before_it_needs_one():
     """Grain takes a second to import, and runs on synthetic data do not need it."""
     program = (

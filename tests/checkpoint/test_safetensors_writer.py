@@ -289,6 +289,7 @@ def test_removes_leftovers_that_are_not_locked(tmp_path):
     assert not (tmp_path / ".out[1].partial-dead").exists()
 
 
+@pytest.mark.slow
 def test_kill_leaves_no_folder(llama, hf_folder, tmp_path):
     """kill -9 halfway: nothing under the name; the next attempt succeeds and clears up."""
     out = tmp_path / "out"

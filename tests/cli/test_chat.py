@@ -105,6 +105,7 @@ def test_message_that_is_too_long_is_refused_and_dropped(chat, loaded):
     assert prompt_text(loaded[-1]) == chatml(("user", "z"))
 
 
+@pytest.mark.slow
 def test_interrupted_replies_stay_and_the_conversation_goes_on(chat, loaded, monkeypatch):
     from_config = FakeLLM.from_config.__func__
 

@@ -142,6 +142,7 @@ def test_python_m_maxtext():
     assert result.returncode == 0
 
 
+@pytest.mark.slow
 def test_closed_pipe_is_not_an_error():
     command = f"{sys.executable} -m maxtext config | head -1"
     result = subprocess.run(

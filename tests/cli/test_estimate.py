@@ -39,6 +39,7 @@ def test_llama2_7b_by_arithmetic(capsys):
         assert part in text
 
 
+@pytest.mark.slow
 def test_for_another_program(capsys):
     words = ["estimate", *LLAMA, "compile_topology=v5p-128", "compile_topology_num_slices=2"]
     assert main([*words, "--no-compile", "--format", "json"]) == 0
@@ -64,6 +65,7 @@ def test_for_another_program(capsys):
     assert found["suggestions"]["batch"]["expected"] <= 95 * 2**30
 
 
+@pytest.mark.slow
 def test_too_small_a_target(capsys):
     words = [
         "model_name=llama3.1-405b",

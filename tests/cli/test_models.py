@@ -21,6 +21,7 @@ def numbers(text):
     return int(text.replace(",", ""))
 
 
+@pytest.mark.slow
 def test_every_name_has_a_line(printed):
     header, *rows = printed.split("\n\n")[0].splitlines()
     assert header.split() == [

@@ -85,6 +85,7 @@ def test_finds_the_first_failure_even_if_a_peer_ends_earlier():
     assert ended == GroupExit(137, failed=(0,))
 
 
+@pytest.mark.slow
 def test_kills_processes_that_ignore_sigterm():
     program = "import time; time.sleep(1); raise SystemExit(3)"
     ended, seconds = supervise(STUBBORN, program, failure_grace=1.0)

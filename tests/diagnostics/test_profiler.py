@@ -198,6 +198,7 @@ def test_live_server_listens_until_close(make_config):
         socket.create_connection(("127.0.0.1", port), timeout=1)
 
 
+@pytest.mark.slow
 def test_stack_traces_show_where_the_program_waits(make_config, tmp_path, log):
     path = tmp_path / "stacks" / "trace.txt"
     config = make_config(collect_stack_trace=True, stack_trace_interval_seconds=1)

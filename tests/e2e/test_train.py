@@ -45,6 +45,7 @@ def test_overfits_one_batch(train):
     assert result.losses[-1] < 0.05
 
 
+@pytest.mark.slow
 def test_learns_text(fox):
     """To the entropy of the sentence: nothing is uncertain in it but where a row begins."""
     assert abs(fox.losses[0] - math.log(259)) < 1.0
@@ -174,6 +175,7 @@ def six(train):
     return train(*ONE, "steps=6").losses
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_losses_to_the_bit(train, six):
     assert len(six) == 6
     assert train(*ONE, "steps=6").losses == six
@@ -192,6 +194,7 @@ def test_dropout_changes_losses_and_repeats(train, six):
     assert train(*ONE, "steps=6", "dropout_rate=0.5", "enable_dropout=false").losses == six
 
 
+@pytest.mark.slow
 def test_batch_size_ramp_up(train):
     """Sizes 1, 2, 3, each for 4 samples, then 4."""
     overrides = (

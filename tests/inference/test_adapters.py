@@ -101,6 +101,7 @@ def test_one_batch_has_different_adapters(served, references, ids):
         assert list(completion.token_ids) == greedy(references[name], ids[:1])[0].tolist()
 
 
+@pytest.mark.slow
 def test_cached_prefixes_are_not_shared_between_adapters(folder, folders, references, ids):
     llm = LLM.load(
         folder, adapters={"plain": folders / "plain"}, enable_prefix_caching=True,

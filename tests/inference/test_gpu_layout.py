@@ -137,11 +137,13 @@ def check_greedy(prompts, keys):
     "float32",
 )
 @pytest.mark.parametrize(("keys", "expected"), FAMILIES.values(), ids=list(FAMILIES))
+@pytest.mark.slow
 def test_single_row(kernels, keys, expected):
     check_greedy(np.random.default_rng(0).integers(0, 64, (1, 9)), keys)
     assert kernels & ALL == expected
 
 
+@pytest.mark.slow
 def test_several_rows(kernels):
     check_greedy(np.random.default_rng(1).integers(0, 64, (3, 7)), {})
     assert "split_qkv_rope" in kernels

@@ -195,6 +195,7 @@ def test_two_streams_at_a_time(llm):
 
 
 @FEW
+@pytest.mark.slow
 def test_weights_keep_their_layout_while_any_engine_is_leased(llm, monkeypatch):
     """Even if the leased engine is not the last one that was created."""
     slots = []
@@ -237,6 +238,7 @@ def test_interrupted_step_is_not_cached(folder, monkeypatch):
 
 
 @FEW
+@pytest.mark.slow
 def test_prompts_of_one_call_share_their_prefix(folder):
     llm = LLM.load(
         folder,
@@ -284,6 +286,7 @@ def test_closed_stream_frees_its_slot(llm):
     assert len(list(llm.stream("w5", max_new_tokens=4, ignore_eos=True))) > 0
 
 
+@pytest.mark.slow
 def test_warm_up_compiles_what_is_needed(folder):
     sizes = {"max_target_length": 32, "max_prefill_predict_length": 8, "per_device_batch_size": 2}
     llm = LLM.load(folder, **EXACT, **sizes, enable_model_warmup=True)
@@ -325,6 +328,7 @@ def test_warm_up_compiles_programs_for_subsets_of_the_slots(folder, monkeypatch)
     assert llm.programs.decode._cache_size() == compiled
 
 
+@pytest.mark.slow
 def test_save_and_load_again(llm, folder, ids, tmp_path):
     """A native folder, and from that a Hugging Face folder with the same bits and assets."""
     from safetensors.numpy import load_file

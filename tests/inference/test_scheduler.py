@@ -366,6 +366,7 @@ def test_where_prompts_can_be_packed(kind, overrides, shared):
 
 
 @pytest.mark.parametrize("kind", ["causal", pytest.param("latent", marks=pytest.mark.exhaustive)])
+@pytest.mark.slow
 def test_packed_prompts(models, packing, kind):
     weights, expected = models(kind)
     overrides = ["attention=paged", "pagedattn_num_pages=80", "pagedattn_tokens_per_page=4"]

@@ -253,6 +253,7 @@ def test_every_source_gives_the_same_rows(source, configured, tmp_path):
     assert unpack(make_train_iterator(configured(rows, **common | update))) == expected
 
 
+@pytest.mark.slow
 def test_batches_do_not_depend_on_the_batch_size_or_workers(configured):
     """As in pre-training: the rows of a run are those of its streams, in order."""
     rows, sequences = chats(12), []

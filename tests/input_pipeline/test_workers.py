@@ -87,6 +87,7 @@ def test_workers_forward_errors_of_the_source(config):
     assert data_stream_factory(config, Split.EVAL)(ShardSpec(1)) is None
 
 
+@pytest.mark.slow
 def test_error_of_one_stream_is_raised_when_streams_open_in_parallel(config):
     """Six threads use one worker, which ends after the last response."""
     open_stream = data_stream_factory(
@@ -109,6 +110,7 @@ def test_dead_worker_raises(config):
         next(stream)
 
 
+@pytest.mark.slow
 def test_workers_end_with_their_process(config, tmp_path):
     """The parent is killed with SIGKILL."""
     (tmp_path / "config").write_bytes(pickle.dumps(config))

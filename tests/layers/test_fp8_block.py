@@ -105,26 +105,7 @@ def weights_of(config, template):
     return WEIGHTS[shapes]
 
 
-QUICK = ("llama", "fused weights", "dimensions without tiles")
-EXHAUSTIVE = (
-    "QK norm",
-    "GQA",
-    "float32",
-    "gelu_exact",
-    "scanned",
-    "rematerialized",
-    "one branch, biases",
-    "bfloat16 head",
-    "soft-capped logits",
-)  # parts of other cases
-
-
-def marks(name):
-    if name in EXHAUSTIVE:
-        return pytest.mark.exhaustive
-    return () if name in QUICK else pytest.mark.slow
-
-
+# The others have parts of these.
 @pytest.mark.representative(
     "llama",
     "experts",
@@ -135,8 +116,9 @@ def marks(name):
 )
 @pytest.mark.parametrize(
     ("overrides", "kernels"),
-    [pytest.param(*case, id=name, marks=marks(name)) for name, case in FAMILIES.items()],
+    [pytest.param(*case, id=name) for name, case in FAMILIES.items()],
 )
+@pytest.mark.slow
 def test_equals_plain_blocks(overrides, kernels):
     with interpreted_kernels() as names:
         loss, grads = value_and_grads(overrides, "gpu", "9.0")

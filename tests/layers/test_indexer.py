@@ -288,6 +288,7 @@ def test_sparse_training_with_few_keys_uses_all(weights):
 
 
 @pytest.mark.parametrize("sparse", [False, True], ids=["warm-up", "sparse"])
+@pytest.mark.slow
 def test_gradients_of_the_indexer_come_from_its_loss_alone(weights, sparse):
     """And those of all other weights from the output alone."""
     model = template(mla_spec(sparse_training=sparse, loss_factor=1.0))
@@ -354,6 +355,7 @@ def test_a_row_of_padding_has_a_finite_loss(weights):
     assert not any(jnp.abs(leaf).any() for leaf in jax.tree.leaves(gradient))
 
 
+@pytest.mark.slow
 def test_long_rows_are_scored_in_blocks(weights):
     """300 queries: two blocks of 128 and a rest; scores do not depend on the length of the row."""
     model = template(mla_spec(sparse_training=True, loss_factor=1.0))

@@ -226,6 +226,7 @@ def test_magnitudes_start_at_the_norms_of_the_weights():
 @pytest.mark.parametrize(
     ("dtype", "scan"), [("nf4", True), ("nf4", False), ("int4", True), ("int8", True)]
 )
+@pytest.mark.slow
 def test_gradient_over_quantized_weights_is_that_of_the_dequantized(dtype, scan):
     config, template, base, adapter = model(scan, SOME_LAYERS)
     adapter = filled(adapter)

@@ -142,6 +142,7 @@ def losses_of(run):
     return [metrics["loss"] for metrics in run.metrics]
 
 
+@pytest.mark.slow
 def test_sft_equals_torch(folder):
     model = torch_model(folder)
     expected = train(model, [sft_loss(folder, CHATS[:2]), sft_loss(folder, CHATS[2:])])

@@ -42,6 +42,7 @@ IDS = np.random.default_rng(0).integers(10, zoo.VOCABULARY, (zoo.ROWS, zoo.LENGT
 
 
 @pytest.mark.parametrize("name", zoo.parameters(LARGER, {"llama4"}))
+@pytest.mark.slow
 def test_text_of_a_model_with_images(name, specimen, tmp_path):
     """What is read, and written as a text model, with and without a native folder in between."""
     kind, text, beside = LARGER[name]

@@ -58,11 +58,12 @@ REPRESENTATIVE = {
         "context, striped",
         "fsdp x tensor, explicit",
     ),
+    # the MLA model has experts, too, in the other products
     "moe": (
         "expert",
         "expert x tensor",
         "fsdp x tensor_sequence",
-        *PRODUCTS,
+        "fsdp x context x expert",
         *FURTHER["moe"],
     ),
     "mla": PRODUCTS,

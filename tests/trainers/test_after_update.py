@@ -187,7 +187,8 @@ def test_qk_clip_limits_logits_to_the_threshold(make_bench, packed, quickly):
 # Skipped steps.
 
 
-@pytest.mark.parametrize("microbatches", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.slow
 def test_a_skipped_step_changes_no_weight(make_bench, packed, microbatches):
     """Neither router biases, nor QK-clip, nor the optimizer state; without the skip the same step
     changes all of them."""

@@ -94,6 +94,7 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.slow
 def test_the_batches_do_not_depend_on_the_mesh(configure, overrides, tmp_path_factory):
     """One device with eight rows, and eight devices in any layout, also if few of them read for
     all."""

@@ -194,6 +194,7 @@ def test_update_of_packed_masked_rows_equals_torch(models, updated, batch):
     ],
     ids=lambda overrides: overrides[0],
 )
+@pytest.mark.slow
 def test_memory_settings_do_not_change_the_update(start, updated, batch, overrides):
     run = start(WITH_Z_LOSS, *overrides)
     state, metrics = run.step(run.state(), batch)
@@ -202,6 +203,7 @@ def test_memory_settings_do_not_change_the_update(start, updated, batch, overrid
     np.testing.assert_allclose(run.logits(state.weights, PROBE), updated[1], atol=1e-5)
 
 
+@pytest.mark.slow
 def test_teacher_stays_as_it_was_and_has_the_compute_dtype(start, batch):
     run = start("dtype=bfloat16")
     state = run.state()
@@ -322,6 +324,7 @@ def test_parameters_are_copied_from_the_teacher_before_the_first_step(
 
 
 @pytest.mark.parametrize("scan_layers", ["true", "false"])
+@pytest.mark.slow
 def test_shared_parameters_stay_equal_and_sum_their_gradients(
     narrow_teacher, quickly, batch, scan_layers
 ):
@@ -396,6 +399,7 @@ def test_weights_follow_their_schedules(start):
     assert [float(x["distill_temperature"]) for x in weights] == pytest.approx([4, quarter, 1, 1])
 
 
+@pytest.mark.slow
 def test_estimate_counts_the_teacher(start, models):
     config = start("dtype=bfloat16").config
     result = estimate_memory(config, find_target("cpu"), compiling=False)

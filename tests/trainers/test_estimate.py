@@ -70,6 +70,7 @@ SAVED = {
 
 
 @pytest.mark.parametrize("policy", SAVED)
+@pytest.mark.slow
 def test_bytes_saved_by_a_policy(policies, policy):
     saved = policies[policy].layers
     # The layers' input; positions, and rotations that all layers share, are less than a number a
@@ -306,6 +307,7 @@ class Unreadable:
         )
 
 
+@pytest.mark.slow
 def test_a_program_whose_text_cannot_be_read(monkeypatch, capfd):
     """The memory is reported, and the reason why the collectives are not."""
     monkeypatch.setattr(

@@ -86,6 +86,7 @@ def test_eval_loss_is_the_mean_over_all_tokens(run_training, text, mean_loss):
     assert len([record for record in run.records if "loss" in record]) == 6
 
 
+@pytest.mark.slow
 def test_eval_steps_limits_the_batches(run_training, text, mean_loss):
     """One document a row, in order, two rows a batch: three batches are the first six documents."""
     overrides = ("packing=false", "num_epoch=20", "eval_steps=3", "eval_interval=2", "steps=2")
@@ -117,6 +118,7 @@ def test_no_evaluation_without_eval_interval(run_training, text):
     assert run.summary["eval_loss"] is None
 
 
+@pytest.mark.slow
 def test_evaluation_has_no_dropout_and_no_z_loss(run_training, text, mean_loss):
     overrides = ("dropout_rate=0.5", "z_loss_multiplier=0.1", "eval_interval=2", "steps=2")
     run = run_training(*text, *overrides, "learning_rate_schedule_steps=50")

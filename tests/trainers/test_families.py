@@ -62,13 +62,6 @@ FAMILIES = {
     "gpt3": ("base_num_decoder_layers=2", "trainable_position_size=16", "mlp_activations=[gelu]",
              "base_num_kv_heads=4"),
 }  # fmt: skip
-QUICK = {"llama2", "mixtral"}
-# Their layers consist of the parts of the others here. tests/parity/test_zoo.py compares their
-# scanned with their unrolled logits.
-REPEATED = {
-    "mistral", "gemma", "gemma3", "qwen2", "qwen3", "qwen3_moe", "qwen3_custom_moe", "qwen3_5",
-    "olmo3",
-}  # fmt: skip
 SGD = ("opt_type=sgd", "learning_rate=0.1", "gradient_clipping_threshold=0")
 
 
@@ -77,12 +70,8 @@ def named(bench, weights):
     return dict(ModelWeights(weights, model_param_infos(bench.context.template, bench.config)))
 
 
-def marks(block):
-    if block in REPEATED:
-        return pytest.mark.exhaustive
-    return () if block in QUICK else pytest.mark.slow
-
-
+# The layers of the others consist of parts of these. tests/parity/test_zoo.py compares their
+# scanned with their unrolled logits.
 @pytest.mark.representative(
     "qwen3_next",
     "gpt_oss",
@@ -91,7 +80,8 @@ def marks(block):
     "gpt3",
     "llama2",
 )
-@pytest.mark.parametrize("block", [pytest.param(name, marks=marks(name)) for name in FAMILIES])
+@pytest.mark.parametrize("block", FAMILIES)
+@pytest.mark.slow
 def test_scanned_and_unrolled_layers_give_the_same_step(make_bench, packed, block):
     overrides = (f"decoder_block={block}", *FAMILIES[block], *SGD)
     unrolled, scanned = make_bench(*overrides), make_bench(*overrides, "scan_layers=true")
@@ -144,7 +134,8 @@ INDEXED = (*LATENT, "use_indexer=true", "indexer_n_heads=4", "indexer_head_dim=8
            "indexer_loss_scaling_factor=0.5", *SGD)  # fmt: skip
 
 
-@pytest.mark.parametrize("sparse", ["false", pytest.param("true", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("sparse", ["false", "true"])
+@pytest.mark.slow
 def test_weights_that_an_indexer_trains(make_bench, packed, sparse):
     """During warm-up the indexer alone, and the language model's loss is only reported; then
     both.
@@ -210,6 +201,7 @@ def test_mtp_loss(make_bench, packed, quickly):
     )
 
 
+@pytest.mark.slow
 def test_mtp_acceptance_rate_is_recorded(run_training):
     run = run_training(
         "decoder_block=llama2",

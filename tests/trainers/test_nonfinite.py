@@ -263,6 +263,7 @@ def test_no_skipped_metric_without_skip_step_on_spikes(trained):
     assert "skipped" not in trained(*SMALL, batches=GOOD[:BAD]).records[0]
 
 
+@pytest.mark.slow
 def test_a_trace_is_ended_when_the_run_fails(trained):
     run = trained(*SMALL, "profiler=xplane", "profiler_steps=30", batches=TAINTED)
     profiler = next(hook.profiler for hook in run.loop.hooks if isinstance(hook, Profile))

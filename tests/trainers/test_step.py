@@ -341,6 +341,7 @@ def test_dropout_follows_key_and_step(make_bench, packed):
     assert off["loss"] == pytest.approx(calm["loss"], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_dropout_differs_between_microbatches(make_bench, packed):
     """Two microbatches with the same rows must not drop the same units: their gradients would not
     average anything out.

@@ -29,6 +29,7 @@ def test_state_bytes(configure):
     assert 12 * weights <= memory.state_bytes(context) <= 12 * weights + 100
 
 
+@pytest.mark.slow
 def test_training_without_matplotlib_only_lacks_the_plot(run_training, monkeypatch, log_messages):
     LOGGER.setLevel("INFO")
     monkeypatch.setitem(sys.modules, "matplotlib", None)

@@ -78,6 +78,7 @@ def test_norm_qkv_rope(heads, head_dim, depth):
 
 
 @pytest.mark.parametrize(("depth", "columns"), [(1536, 512), (14336, 16)], ids=["unrolled", "loop"])
+@pytest.mark.slow
 def test_gemv_and_gemv_add(depth, columns):
     x, weight_T, residual = draw(depth), draw(columns, depth, seed=5), 40 * draw(columns, seed=6)
     assert_close(gemv.gemv(x, weight_T, interpret=not GPU), float64(weight_T) @ float64(x))

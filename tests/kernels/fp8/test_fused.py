@@ -86,6 +86,7 @@ def test_transpose_fp8(triton, columns):
     )
 
 
+@pytest.mark.slow
 def test_shapes_that_are_not_multiples_of_a_tile_use_xla(triton):
     actual, expected = (run("fp8", *problem(), platform=platform) for platform in (triton, None))
     for array, right in zip(actual, expected, strict=True):
@@ -160,6 +161,7 @@ def norm_qkv_with_rope(x, scale, weights, positions):
     return fused.norm_qkv(x, scale, weights, angles, apply_rope, 1e-5, jnp.bfloat16)
 
 
+@pytest.mark.slow
 def test_norm_qkv_with_rope(triton):
     """Against RoPE after the matmuls, which rounds gradients before the inverse rotation."""
     random = np.random.default_rng(5)
@@ -244,6 +246,7 @@ def test_norm_mlp(triton, activation):
 
 
 @pytest.mark.parametrize("heads", [4, 6])
+@pytest.mark.slow
 def test_out_norm_mlp(triton, heads):
     """Against the projection and the sum before `norm_mlp`. With few heads, tokens have the same
     magnitude: gradients have one scale here, and there one for each token."""
