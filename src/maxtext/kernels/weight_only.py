@@ -266,6 +266,8 @@ def frozen_matmuls_backward(
     grads: Sequence[jax.Array],
 ) -> tuple[jax.Array, None]:
     dx = None
+    # A compiler that sees both dequantizations would keep the first for the second.
+    weights = jax.lax.optimization_barrier(weights)
     for weight, dy in zip(weights, grads, strict=True):
         outputs = tuple(range(input_dims, weight.ndim))
         dimensions = ((tuple(range(dy.ndim - len(outputs), dy.ndim)), outputs), ((), ()))
