@@ -15,7 +15,7 @@ from maxtext import LLM
 from maxtext.inference import GenerationRequest, SamplingParams
 from maxtext.inference.engine import InferenceEngine
 from maxtext.inference.executor import Executor
-from maxtext.inference.grammar import GrammarCompiler
+from maxtext.inference.grammar import GrammarCompiler, fill_masks
 from maxtext.inference.sampling import BatchedSamplingParams, sample
 from maxtext.inference.structured_outputs import StructuredOutputs, parse_response_format
 from maxtext.inference.validation import RequestError
@@ -305,7 +305,10 @@ def test_every_kind_of_cache(kind, layout):
 
 def test_ids_without_bytes_are_never_allowed():
     matcher = GrammarCompiler(ByteTokenizer(), 290, [EOS]).matcher(StructuredOutputs("regex", ".+"))
-    bits = np.unpackbits(matcher.mask().view(np.uint8), bitorder="little")[:290]
+    masks = np.zeros((3, matcher.num_words), np.uint32)
+    fill_masks([matcher], [1], masks)
+    assert not masks[[0, 2]].any()
+    bits = np.unpackbits(masks[1].view(np.uint8), bitorder="little")[:290]
     assert not bits[:3].any()
     assert not bits[259:].any()
     assert bits[ByteTokenizer().encode("a")].all()

@@ -5,6 +5,7 @@ A `GrammarCompiler` belongs to one model. It compiles the constraint of a reques
 many requests share is compiled once.
 """
 
+import functools
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -18,6 +19,8 @@ from maxtext.inference.validation import RequestError
 from maxtext.tokenizers import Tokenizer
 from maxtext.tokenizers.token_bytes import concatenates, text_bytes
 
+FEATURE = "structured output"
+WORD_BITS = 32  # of a mask
 MAX_CACHED = 128  # compiled grammars
 # One blank at most between the parts of a JSON text: with any number of them, a weak model would
 # write blanks up to its limit.
@@ -27,15 +30,17 @@ JSON_OPTIONS = {"whitespace_pattern": " ?"}
 class GrammarMatcher:
     """The state of a grammar after some tokens of a sequence."""
 
-    def __init__(self, inner: Any):
+    def __init__(self, inner: Any, vocab_size: int):
         self.inner = inner
+        self.vocab_size = vocab_size
 
     def copy(self) -> "GrammarMatcher":
-        return GrammarMatcher(self.inner.deep_copy())
+        return GrammarMatcher(self.inner.deep_copy(), self.vocab_size)
 
-    def mask(self) -> np.ndarray:
-        """uint32 [ceil(V / 32)]: bit t % 32 of word t // 32 says whether token t may follow."""
-        return np.frombuffer(self.inner.compute_bitmask(), np.uint32)
+    @property
+    def num_words(self) -> int:
+        """Of a mask."""
+        return -(-self.vocab_size // WORD_BITS)
 
     def accept(self, token_ids: Sequence[int]) -> int:
         """Append the longest beginning of these tokens that is allowed; returns its length."""
@@ -52,6 +57,20 @@ class GrammarMatcher:
         return self.inner.get_error() if self.inner.is_error() else ""
 
 
+def fill_masks(matchers: Sequence[GrammarMatcher], rows: Sequence[int], masks: np.ndarray) -> None:
+    """Write which tokens may follow each matcher into its row of masks, uint32 [B, W]: bit t % 32
+    of word t // 32 is that of token t. Several cores work on several rows.
+    """
+    fill = require("llguidance.numpy", FEATURE).fill_next_token_bitmask_par
+    pairs = [(matcher.inner, row) for matcher, row in zip(matchers, rows, strict=True)]
+    fill(mask_executor(), pairs, masks.view(np.int32))
+
+
+@functools.cache
+def mask_executor() -> Any:
+    return require("llguidance", FEATURE).LLExecutor()
+
+
 class GrammarCompiler:
     """Thread-safe: the server compiles in worker threads."""
 
@@ -60,7 +79,9 @@ class GrammarCompiler:
         MissingExtra without llguidance, and RequestError if the model has no end-of-sequence token
         or the tokenizer's tokens are not parts of the text.
         """
-        self.library = require("llguidance", "structured output")
+        self.library = require("llguidance", FEATURE)
+        self.limits = self.library.LLParserLimits(verbose_errors=False)
+        self.vocab_size = vocab_size
         if not eos_ids:
             raise RequestError(
                 "structured output needs an end-of-sequence token, and this model has none"
@@ -89,7 +110,7 @@ class GrammarCompiler:
             self.compiled.move_to_end(key)
             while len(self.compiled) > MAX_CACHED:
                 self.compiled.popitem(last=False)
-            return GrammarMatcher(matcher.deep_copy())
+            return GrammarMatcher(matcher.deep_copy(), self.vocab_size)
 
     def compile(self, constraint: StructuredOutputs) -> Any:
         create = self.library.LLMatcher
@@ -98,7 +119,7 @@ class GrammarCompiler:
                 grammar = create.grammar_from_json_schema(constraint.text, overrides=JSON_OPTIONS)
             else:
                 grammar = self.library.grammar_from(constraint.kind, constraint.text)
-            matcher = create(self.tokenizer, grammar, log_level=0)
+            matcher = create(self.tokenizer, grammar, log_level=0, limits=self.limits)
             error = matcher.get_error() if matcher.is_error() else ""
         except (ValueError, RecursionError) as caught:
             error = str(caught)

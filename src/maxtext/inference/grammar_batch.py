@@ -17,10 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxtext.inference import sequence
+from maxtext.inference.grammar import WORD_BITS, fill_masks
 from maxtext.inference.sampling_params import SamplingMode, SamplingParams
 
 INACTIVE = -1  # in place of a position: the slot has nothing to decode
-BITS = 32
 ALL_TOKENS = 0xFFFFFFFF  # a word of a mask
 
 
@@ -44,19 +44,19 @@ class GrammarBatch:
         """The batch of `rows` rows in which each sequence has the row of its index; None if none is
         constrained. `can_roll_back`: the caches allow for dropping the newest tokens.
         """
-        matchers = [
-            (index, seq, seq.grammar)
+        rows_of = {
+            index: seq
             for index, seq in zip(indices, sequences, strict=True)
             if seq.grammar is not None
-        ]
+        }
+        matchers = [seq.grammar for seq in rows_of.values() if seq.grammar is not None]
         if not matchers:
             return None
-        masks = [matcher.mask() for _, _, matcher in matchers]
-        mask = np.full((rows, len(masks[0])), ALL_TOKENS, np.uint32)
+        mask = np.full((rows, matchers[0].num_words), ALL_TOKENS, np.uint32)
+        fill_masks(matchers, list(rows_of), mask)
         constrained, speculative = np.zeros(rows, bool), np.zeros(rows, bool)
         token_ids, positions = np.zeros(rows, np.int32), np.full(rows, INACTIVE, np.int32)
-        for (index, seq, _), row in zip(matchers, masks, strict=True):
-            mask[index] = row
+        for index, seq in rows_of.items():
             constrained[index] = True
             speculative[index] = can_roll_back and samples_alike(seq.params)
             token_ids[index] = seq.token_ids[-1]
@@ -91,6 +91,6 @@ def samples_alike(params: SamplingParams) -> bool:
 
 def mask_logits(logits: jax.Array, mask: jax.Array) -> jax.Array:
     """Logits [B, V] with -inf for tokens whose bit in mask [B, W] is 0."""
-    bits = (mask[:, :, None] >> jnp.arange(BITS, dtype=jnp.uint32)) & 1
+    bits = (mask[:, :, None] >> jnp.arange(WORD_BITS, dtype=jnp.uint32)) & 1
     allowed = bits.reshape(mask.shape[0], -1)[:, : logits.shape[-1]] > 0
     return jnp.where(allowed, logits, -jnp.inf)
