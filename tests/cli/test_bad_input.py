@@ -642,6 +642,10 @@ CASES = {
         ["use_dpo and use_sft exclude each other"],
     ),
     "packed pairs": (["use_dpo=true"], ["set packing=false with use_dpo"]),
+    "packing of rows that are not packed": (
+        ["packing=false", "grain_packing_type=best_fit"],
+        ["grain_packing_type=best_fit", "it needs packing=true"],
+    ),
     "split conversations": (
         ["use_sft=true", "grain_packing_type=concat_then_split"],
         ["concat_then_split splits conversations", "use first_fit or best_fit"],

@@ -1,6 +1,7 @@
 """Rules of the data, tokenizer and batch size keys."""
 
 from maxtext.configs.rules.rule import derived_rule, in_range, inert_unless, one_of, rule
+from maxtext.configs.sources import is_preset
 from maxtext.configs.types import MaxTextConfig, Settings
 from maxtext.configs.types.enums import DatasetType
 
@@ -32,6 +33,11 @@ inert_unless(
     "grain_packing_type",
     "max_segments_per_seq",
     "use_truncation",
+)
+inert_unless(
+    lambda s: s.packing or is_preset(s.source("grain_packing_type")),
+    "packing=true",
+    "grain_packing_type",
 )
 inert_unless(
     lambda s: s.dataset_type is not DatasetType.OLMO_GRAIN,
