@@ -32,7 +32,7 @@ ON_POLICY = dict(
     sft_train_on_completion_only=True,
     packing=False,
     use_gkd=True,
-    gkd_lambda=1.0,
+    gkd_lambda=0.7,
     gkd_beta=1.0,
     gkd_max_new_tokens=8,
     max_target_length=16,
@@ -153,51 +153,56 @@ def test_share_of_sampled_batches_is_lambda(config):
         assert {batch_origin(fixed, step) for step in range(100)} == {origin}
 
 
-@pytest.mark.slow
-def test_student_comes_closer_to_its_teacher_on_its_own_completions(folders, light_compiler):
-    """An adapter of the student is trained."""
-    run = tune.distill(
-        folders["student"],
-        folders["teacher"],
-        ROWS,
-        **ON_POLICY,
-        steps=30,
-        learning_rate=0.03,
-        lora_rank=4,
-    )
-    assert {row["on_policy"] for row in run.metrics} == {1.0}
-    assert {row["completions/max_length"] for row in run.metrics} <= {*range(1, 9)}
-    divergence = [row["divergence"] for row in run.metrics]
-    assert np.mean(divergence[-5:]) < 0.9 * np.mean(divergence[:5])
+@pytest.fixture(scope="module")
+def train(folders, tmp_path_factory, light_compiler):
+    """(run_name) -> a run. An adapter of the student is trained; it samples most batches, and the
+    teacher the others."""
+    base = tmp_path_factory.mktemp("runs")
 
-
-@pytest.mark.slow
-def test_stopped_run_resumes_bit_for_bit(folders, tmp_path, light_compiler):
-    """The run that was never stopped continues from its own second step in another folder."""
-
-    def train(name):
-        keys = ON_POLICY | {"gkd_lambda": 0.5, "gkd_seq_kd": True, "gkd_beta": 0.5}
+    def run(name):
         return tune.distill(
             folders["student"],
             folders["teacher"],
             ROWS,
-            **keys,
-            base_output_directory=str(tmp_path),
+            **ON_POLICY,
+            base_output_directory=str(base),
             run_name=name,
-            steps=4,
-            learning_rate=0.01,
-            checkpoint_period=2,
+            steps=40,
+            learning_rate=0.03,
+            lora_rank=4,
+            gkd_seq_kd=True,
+            checkpoint_period=35,
             async_checkpointing=False,
         )
 
-    once = train("once")
-    shutil.copytree(tmp_path / "once", tmp_path / "twice")
-    shutil.rmtree(tmp_path / "twice/checkpoints/4")
-    twice = train("twice")
-    assert [row["step"] for row in twice.metrics] == [2, 3]
-    assert {row["on_policy"] for row in twice.metrics} == {0.0, 1.0}  # the others: of the teacher
+    return run
+
+
+@pytest.fixture(scope="module")
+def finished(train):
+    return train("once")
+
+
+@pytest.mark.slow
+def test_student_comes_closer_to_its_teacher_on_its_own_completions(finished):
+    sampled = [row for row in finished.metrics if row["on_policy"]]
+    assert 20 <= len(sampled) < len(finished.metrics)
+    assert {row["completions/max_length"] for row in finished.metrics} <= {*range(1, 9)}
+    divergence = [row["divergence"] for row in sampled]
+    assert np.mean(divergence[-5:]) < 0.9 * np.mean(divergence[:5])
+
+
+@pytest.mark.slow
+def test_stopped_run_resumes_bit_for_bit(finished, train):
+    """The run that was never stopped continues from one of its checkpoints in another folder."""
+    copy = finished.folder.with_name("twice")
+    shutil.copytree(finished.folder, copy)
+    shutil.rmtree(copy / "checkpoints/40")
+    resumed = train("twice")
+    assert [row["step"] for row in resumed.metrics] == [35, 36, 37, 38, 39]
+    assert {row["on_policy"] for row in resumed.metrics} == {0.0, 1.0}
     names = ("loss", "on_policy", "total_weights", "completions/mean_length")
-    for row, expected in zip(twice.metrics, once.metrics[2:], strict=True):
+    for row, expected in zip(resumed.metrics, finished.metrics[35:], strict=True):
         assert {name: row[name] for name in names} == {name: expected[name] for name in names}
-    weights = (run.result.state.weights for run in (once, twice))
+    weights = (run.result.state.weights for run in (finished, resumed))
     assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), *weights))

@@ -97,6 +97,23 @@ def test_other_weights_are_used_after_a_sync_without_compiling(engine, weights, 
 
 
 @pytest.mark.slow
+def test_prefixes_of_earlier_weights_are_not_reused(configure, weights, rollouts):
+    config = configure(
+        "base_num_decoder_layers=2", "scan_layers=true", "enable_prefix_caching=true",
+        "pagedattn_tokens_per_page=2",
+    )  # fmt: skip
+    context = RunContext.from_config(config)
+    engine = RolloutEngine(config, context.template, context.rules)
+    engine.sync(jax.tree.map(lambda leaf: 0.5 * leaf, weights), len(PROMPTS))
+    engine.generate(requests())
+    engine.generate(requests())
+    assert engine.engine.prefix_cache.hits > 0
+    engine.sync(weights, len(PROMPTS))
+    tokens = [rollout.token_ids for rollout in engine.generate(requests())]
+    assert tokens == [rollout.token_ids for rollout in rollouts]
+
+
+@pytest.mark.slow
 def test_broken_weights_and_long_prompts_are_refused(engine, weights):
     engine.sync(weights, len(PROMPTS))
     with pytest.raises(UserError, match="3 tokens and 99 new tokens exceed 16"):
