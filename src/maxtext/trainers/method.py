@@ -1,5 +1,6 @@
 """From the keys of a configuration to the objective of its method."""
 
+from maxtext.common.log import LOGGER
 from maxtext.configs.types import MaxTextConfig
 from maxtext.input_pipeline.teacher_logits import top_k_of
 from maxtext.layers.adapters import AdapterSpec
@@ -25,6 +26,8 @@ def make_objective(
     quantized = config.lora_weight_qtype is not None
     context = build_context(config, rules, quantized_weights=quantized, adapters=adapters)
     template = make_template(config, context)
+    if config.mtp_num_layers and (config.use_dpo or config.teacher_overrides):
+        LOGGER.warning("the MTP layers of the model are not trained: this method has no such loss")
     if config.use_dpo:
         return Preference(config, template, base_template=base_template(config, rules))
     if config.teacher_overrides:
