@@ -8,6 +8,7 @@ from pathlib import Path
 
 import jax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 from tests.compiling import compile_fast, reuse_mlir_contexts
 
@@ -99,6 +100,19 @@ def log_messages():
     logger.addHandler(handler)
     yield messages
     logger.removeHandler(handler)
+
+
+@pytest.fixture(scope="module")
+def light_compiler(tmp_path_factory):
+    """Runs have a persistent cache of compiled programs."""
+    cache = str(tmp_path_factory.getbasetemp() / "jax_cache")
+    before = jax.config.jax_persistent_cache_min_compile_time_secs
+    jax.config.update("jax_compilation_cache_dir", cache)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+    yield cache
+    jax.config.update("jax_compilation_cache_dir", None)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", before)
+    compilation_cache.reset_cache()
 
 
 last_check = 0.0

@@ -21,6 +21,7 @@ from tests.tokenizers.tiny import write_bpe
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.usefixtures("light_compiler")
 
 VOCABULARY, LENGTH, RATE, BETA = 400, 48, 3e-3, 0.1
 EXACT = {
@@ -252,7 +253,7 @@ def test_frozen_base_keeps_the_dtype_of_its_folder(folder, tmp_path):
     frozen, adapter = split_adapter(weights)
     assert {str(leaf.dtype) for leaf in jax.tree.leaves(frozen)} == {"bfloat16"}
     assert {str(leaf.dtype) for leaf in jax.tree.leaves(adapter)} == {"float32"}
-    llm = trained_llm(context, weights, checkpoint)
+    llm = trained_llm(context, context.state_from_weights(weights), checkpoint)
     llm.merge("adapter").save_hf(tmp_path / "merged")
     merged = open_checkpoint(tmp_path / "merged").source.tensors
     assert {str(tensor.dtype) for tensor in merged.values()} == {"bfloat16"}

@@ -13,7 +13,6 @@ import jax
 import numpy as np
 import pytest
 import yaml
-from jax.experimental.compilation_cache import compilation_cache
 
 from maxtext.common.errors import UserError
 from maxtext.configs.derive import Devices
@@ -265,19 +264,6 @@ class Program:
 def program():
     """(a configuration) -> its Program."""
     return Program
-
-
-@pytest.fixture(scope="module")
-def light_compiler(tmp_path_factory):
-    """Runs have a persistent cache of compiled programs."""
-    cache = str(tmp_path_factory.getbasetemp() / "jax_cache")
-    before = jax.config.jax_persistent_cache_min_compile_time_secs
-    jax.config.update("jax_compilation_cache_dir", cache)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
-    yield cache
-    jax.config.update("jax_compilation_cache_dir", None)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", before)
-    compilation_cache.reset_cache()
 
 
 class Scripted(BatchIterator):
