@@ -11,6 +11,8 @@ are trained in place of K, as `lti_a`, `lti_b` and `lti_w`. They are truncated n
 1 / (number of summed terms). After training K is an ordinary weight.
 """
 
+import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -31,6 +33,9 @@ from maxtext.sharding.explicit import auto_sharded
 from maxtext.trainers.weight_maps import COPY_MAP, ParamInfos, match_names
 
 PROJECTIONS = ("query", "key", "value", "out")
+PROJECTION_WEIGHT = re.compile(
+    rf"(?P<attention>layers/\d+/attention)/({'|'.join(PROJECTIONS)})/weight"
+)
 A, B, W = "lti_a", "lti_b", "lti_w"
 INPUT = "embed"  # the logical axis of inputs: FSDP splits weights over it
 SEED_NAME = "learn_to_init"
@@ -201,16 +206,13 @@ class LearnToInit:
 
 
 def learned_parameters(infos: ParamInfos) -> tuple[str, ...]:
-    """The names of weights that are made from the teacher's: the PROJECTIONS of each layer that
-    has all of them."""
-    names = []
-    for name in infos:
-        layer, _, projection = name.removesuffix("/weight").rpartition("/")
-        siblings = [f"{layer}/{sibling}/weight" for sibling in PROJECTIONS]
-        is_projection = name.endswith("/attention/" + projection + "/weight")
-        if is_projection and projection in PROJECTIONS and all(it in infos for it in siblings):
-            names.append(name)
-    return tuple(names)
+    """The names of the weights that are made from the teacher's: the PROJECTIONS of each layer
+    that has all of them."""
+    matches = [match for name in infos if (match := PROJECTION_WEIGHT.fullmatch(name))]
+    projections = Counter(match["attention"] for match in matches)
+    return tuple(
+        match[0] for match in matches if projections[match["attention"]] == len(PROJECTIONS)
+    )
 
 
 def find_source(
