@@ -1,4 +1,5 @@
-# Two commands: `make quickstart` shows that it works, `make test` proves it. Both set up .venv first.
+# `make quickstart` shows that it works, `make test` proves it, `make examples` fine-tunes a tiny model.
+# All set up .venv first.
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -8,11 +9,22 @@ WORKERS ?= 2
 # Tests start many processes, which read the bytecode that the first one writes.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: quickstart test test-all lint format clean
+EXAMPLES = sft lora qlora dpo
+SOURCES = src tests benchmarks examples
+
+.PHONY: quickstart examples $(EXAMPLES:%=example-%) test test-all lint format clean
 
 quickstart: .venv/base
 	$(BIN)/maxtext train quickstart
 	@echo "to use the command maxtext in this shell: source $(BIN)/activate"
+
+# Fine-tune a tiny model in four ways; make example-sft, example-lora, example-qlora and example-dpo
+# run one. Results and plots are in maxtext_output/examples/.
+examples: .venv/base
+	for name in $(EXAMPLES); do $(BIN)/python examples/$$name.py || exit; done
+
+$(EXAMPLES:%=example-%): example-%: .venv/base
+	$(BIN)/python examples/$*.py
 
 PYTEST = $(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
@@ -24,13 +36,13 @@ test-all: lint
 	$(PYTEST) -m ""
 
 lint: .venv/test
-	$(BIN)/ruff check src tests benchmarks
-	$(BIN)/ruff format --check src tests benchmarks
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/mypy
 
 format: .venv/test
-	$(BIN)/ruff check --fix src tests benchmarks
-	$(BIN)/ruff format src tests benchmarks
+	$(BIN)/ruff check --fix $(SOURCES)
+	$(BIN)/ruff format $(SOURCES)
 
 .venv/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

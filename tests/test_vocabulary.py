@@ -90,7 +90,7 @@ MODULES = {
     "low_precision.py": "fp8/",
     "setup.py": "run_context.py",
 }
-FOLDERS = ("src", "tests", "benchmarks", "docs")
+FOLDERS = ("src", "tests", "benchmarks", "docs", "examples")
 
 
 def paths() -> list[Path]:
