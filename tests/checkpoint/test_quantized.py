@@ -258,6 +258,7 @@ def written(pair, further=False):
     }
 
 
+@pytest.mark.slow
 def test_scores_and_saving(pair, tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(LOGGER, "propagate", True)
     with caplog.at_level(logging.INFO, "maxtext"):

@@ -51,6 +51,7 @@ for model in ("llama3.1-8b", "deepseek3-671b", "qwen3-next-80b-a3b", "gemma4-26b
 @pytest.mark.parametrize(
     "args", [["config", "model_name=qwen3-8b"], ["config", "explain", "dtype"]]
 )
+@pytest.mark.slow
 def test_config_imports_no_layers(args):
     code = f"from maxtext.cli.main import main; main({args})"
     assert not imported_by(code, {"flax", "optax", "orbax", "maxtext.layers.linear"})

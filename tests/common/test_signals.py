@@ -156,6 +156,7 @@ def test_interrupt_now_raises_outside_of_a_command():
     assert signals.exit_code_of(KeyboardInterrupt()) == 130
 
 
+@pytest.mark.slow
 def test_other_unraisable_errors_are_still_shown():
     class Broken:
         def __del__(self):

@@ -133,6 +133,7 @@ def test_hides_timing_of_traced_steps(make_config, events):
     assert plain.visible({"step": 1, **record})["mfu"] == 2.0
 
 
+@pytest.mark.slow
 def test_xplane_trace_has_the_steps(make_config, tmp_path, log):
     config = make_config(
         profiler=ProfilerType.XPLANE, skip_first_n_steps_for_profiler=1, profiler_steps=2

@@ -156,6 +156,7 @@ def repeated(train, tmp_path_factory):
     return losses, train(file=first.folder / "config.yml", base=base)
 
 
+@pytest.mark.slow
 def test_a_run_can_be_repeated_from_its_configuration(repeated):
     losses, again = repeated
     assert again.code == 0
@@ -262,6 +263,7 @@ def test_an_unwritable_metrics_file_is_rejected_and_leaves_no_files(train, tmp_p
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_the_initial_checkpoint_is_opened_once(train, monkeypatch):
     """By the command line, which needs its settings; the trainer reads weights from the same."""
     first = train(*SIMPLE, "steps=1", "enable_checkpointing=true")

@@ -114,6 +114,7 @@ def test_cached_prefixes_are_not_shared_between_adapters(folder, folders, refere
     assert llm.engine.prefix_cache.hits == 8  # the two full blocks of the last request
 
 
+@pytest.mark.slow
 def test_loading_and_dropping_an_adapter_compiles_nothing(folder, folders, references, ids):
     llm = LLM.load(folder, adapters=[folders / "plain"], max_adapters=2, **SETTINGS)
     llm.logits(ids)

@@ -51,6 +51,7 @@ def requests(count):
     ]
 
 
+@pytest.mark.slow
 def test_64_streams(llm, engine):
     """Half of them in one event loop, half in threads of their own; from both, deltas make up the
     text, and the completions are those of `LLM.completions`.

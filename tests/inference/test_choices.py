@@ -67,6 +67,7 @@ def test_choices_share_the_blocks_of_their_prompt(folder):
     assert cache.hits == 5 * 16
 
 
+@pytest.mark.slow
 def test_stop_reasons(llm, ids):
     prompt = ids[0].tolist()
     free = llm.generate(prompt, max_new_tokens=8, ignore_eos=True)

@@ -223,6 +223,7 @@ def test_logits_of_any_magnitude():
         assert chance(counts(-shifted, sampling), exact(1000 - shifted, sampling)) > RARE
 
 
+@pytest.mark.slow
 def test_tokens_with_infinite_negative_logits_are_never_sampled():
     logits = np.where(np.arange(40) % 3 == 0, LOGITS, -np.inf)
     assert np.isfinite(logits).sum() == 14

@@ -100,6 +100,7 @@ def complete(llm, requests):
     return sorted(llm.completions(iter(requests)), key=lambda completion: completion.index)
 
 
+@pytest.mark.slow
 def test_json_of_a_random_model_validates(byte_llm):
     """In a batch with free requests, which do not change."""
     free = [

@@ -99,6 +99,7 @@ def test_error_of_one_stream_is_raised_when_streams_open_in_parallel(config):
         )
 
 
+@pytest.mark.slow
 def test_dead_worker_raises(config):
     stream = Workers(1).open(config, Split.TRAIN, ShardSpec(1))
     next(stream)

@@ -206,6 +206,7 @@ def test_packed_documents_match_separate_rows(chunk):
             np.testing.assert_allclose(final[row], last[0], **TOLERANCE)
 
 
+@pytest.mark.slow
 def test_packed_documents_gradients():
     """They match the recurrence, and do not flow between documents or from padding."""
     *inputs, _ = problem(SEGMENTS.shape[1], strength=5.0)

@@ -65,6 +65,7 @@ def test_rows_after_the_last_group_have_no_effect():
         np.testing.assert_allclose(array, expected, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_bfloat16_accumulates_in_float32():
     """Thousands of products: sums in bfloat16 would be off by far more than one rounding of the
     result.

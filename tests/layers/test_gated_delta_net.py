@@ -228,6 +228,7 @@ def test_decoding():
     assert_within_rounding(np.stack(decoded, axis=1), *expected)
 
 
+@pytest.mark.slow
 def test_bfloat16():
     """The output is near that of float32, and gradients are finite."""
     layer, x = hf_layer("next", 2), activations()

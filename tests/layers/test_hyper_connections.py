@@ -195,6 +195,7 @@ def test_initialisation_is_the_ordinary_residual(streams):
     assert np.ptp(np.asarray(expanded), axis=2).max() > 1e-4  # and yet the streams diverge
 
 
+@pytest.mark.slow
 def test_initialisation_preserves_different_streams():
     """Each stream keeps 99% of itself, and the sublayer reads their mean."""
     module = initial(spec(4))

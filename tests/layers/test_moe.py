@@ -351,6 +351,7 @@ def test_router_input():
     assert_close(run(spec, weights, x, router_input=router_input)[0], uniform, 0)
 
 
+@pytest.mark.slow
 def test_bfloat16():
     """Results are assert_close to those in float32, and closer with a float32 sum."""
     weights, x = draw_weights(PLAIN), np.asarray(jnp.asarray(values(), jnp.bfloat16), np.float32)

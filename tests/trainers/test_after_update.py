@@ -249,6 +249,7 @@ KEPT = {
 
 
 @pytest.mark.parametrize("block", KEPT)
+@pytest.mark.slow
 def test_no_optimizer_updates_untrained_parameters(configure, quickly, block):
     """The layer scale (Gemma 4) and the router biases (DeepSeek), not even by weight decay."""
     constant = (

@@ -163,6 +163,7 @@ def test_a_step_of_another_machine_is_rejected(saved, configure, tmp_path, fact)
         train_step(configure(f"compiled_trainstep_file={other}"))
 
 
+@pytest.mark.slow
 def test_a_damaged_file_is_rejected(saved, configure, tmp_path):
     data = saved[2].read_bytes()
     other = tmp_path / "step.bin"

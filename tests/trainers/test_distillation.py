@@ -283,6 +283,7 @@ def test_features_that_cannot_be_compared_are_refused(start, narrow_teacher, ove
         start("distill_beta=1", *overrides)
 
 
+@pytest.mark.slow
 def test_only_matched_parameters_are_updated_and_have_optimizer_state(start, batch):
     run = start("student_params_to_update=[attention/(query|key), final_norm]", "opt_type=adamw")
     state = run.state()

@@ -33,6 +33,7 @@ def rows(tmp_path):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_steps_and_schedule_are_those_of_the_epochs(run_training, rows):
     """Two epochs of seven rows are seven batches of two, and a linear decay over seven steps."""
     run = run_training(*rows, "num_epoch=2", "steps=-1", "eval_interval=7")

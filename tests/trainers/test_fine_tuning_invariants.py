@@ -214,6 +214,7 @@ def test_killed_and_resumed_equals_uninterrupted(case, one_device, models, tmp_p
 
 @pytest.mark.representative("lora")
 @pytest.mark.parametrize("case", ["lora", "sft", "qlora", "distill"])
+@pytest.mark.slow
 def test_packed_equals_unpacked(case, one_device, models):
     """All rows fit into one, and no other does."""
     lengths = [len(tune.encode(row, tokenizer=models / "llama")["ids"]) - 1 for row in ROWS["sft"]]

@@ -121,6 +121,7 @@ def test_soft_cap_and_sinks(option):
 
 @pytest.mark.parametrize("by_head", [True, False])
 @pytest.mark.parametrize("dtype", [jnp.int8] if GPU else [jnp.int8, jnp.int4])
+@pytest.mark.slow
 def test_quantized_cache(dtype, by_head):
     q, *floats, table = problem()
 

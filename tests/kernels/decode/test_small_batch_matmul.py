@@ -87,6 +87,7 @@ def test_supported_shapes(rows, depth, columns, dtype, supported):
 
 
 @pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.slow
 def test_weight_only_matmul_uses_the_kernel_on_a_gpu(monkeypatch, rows):
     """With weights of several input and output dimensions."""
     calls = []

@@ -281,6 +281,7 @@ def test_out_norm_mlp(triton, heads):
     assert_close(actual[2:], expected[2:], 0.05 if heads * 64 < 384 else 1e-6)
 
 
+@pytest.mark.slow
 def test_gate_gradients_do_not_overflow_their_scales(triton):
     """Also where the Cauchy-Schwarz bound is attained, and activations are at their steepest."""
     weight = jnp.zeros((128, 128), jnp.bfloat16).at[0].set(1)

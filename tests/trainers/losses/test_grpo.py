@@ -56,6 +56,7 @@ def test_equal_rewards_have_no_advantage(scale):
 
 
 @pytest.mark.parametrize("scale", ["group", "none", "leave_one_out"])
+@pytest.mark.slow
 def test_unscored_rewards_are_left_out(scale):
     missing = losses.advantages([1.0, np.nan, 2.0, 4.0], 4, scale=scale)
     np.testing.assert_allclose(
