@@ -21,6 +21,7 @@ EXTRAS = [
     "wandb",
     "plot",
     "prometheus",
+    "serve",
     "test",
 ]
 

@@ -25,6 +25,8 @@ from maxtext.common.signals import call_on_signals, interrupt_now
 from maxtext.trainers.step import STOP_FLAG, StopFlag, TrainState
 
 METRICS_DELAY = 2  # steps
+# (state, batch, key) -> the new state and metrics
+TrainStep = Callable[[TrainState, Any, jax.Array], tuple[TrainState, Any]]
 STOPPED_ELSEWHERE = "another process was asked to stop"
 REPEAT_SECONDS = 2.0  # schedulers may send SIGTERM twice at once, which is one request
 
@@ -59,7 +61,7 @@ class Loop:
     def __init__(
         self,
         state: TrainState,
-        train_step: Callable[[TrainState, Any, jax.Array], tuple[TrainState, Any]],
+        train_step: TrainStep,
         data_loader: DataLoader,
         key: jax.Array,
         steps: int,

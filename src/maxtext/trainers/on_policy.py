@@ -6,7 +6,6 @@ token, so that a resumed run goes on bit for bit.
 """
 
 import time
-from collections.abc import Callable
 from enum import Enum
 from typing import Any
 
@@ -14,19 +13,18 @@ import jax
 import numpy as np
 
 from maxtext.checkpoint.open import Checkpoint
-from maxtext.configs.rules.distillation import samples_completions
 from maxtext.configs.types import MaxTextConfig
 from maxtext.inference.requests import GenerationRequest
 from maxtext.inference.sampling_params import SamplingParams
 from maxtext.input_pipeline import Batch
 from maxtext.trainers.data_loader import DeviceBatch, TrainDataLoader
 from maxtext.trainers.gkd import GeneralizedDistillation
+from maxtext.trainers.loop import TrainStep
 from maxtext.trainers.rollout import Rollout, RolloutEngine, sample_seed, stop_token_ids
 from maxtext.trainers.run_context import RunContext
 from maxtext.trainers.step import TrainState
 
 MIXTURE_SEED = 0x676B64  # folded into the seed, so that samples and the choice are independent
-TrainStep = Callable[[TrainState, DeviceBatch, jax.Array], tuple[TrainState, dict[str, Any]]]
 
 
 class Origin(Enum):
@@ -107,19 +105,6 @@ class OnPolicyStep:
         if origin is Origin.TEACHER:
             return state.reference
         return self.context.model_weights(state)
-
-
-def on_policy_step(
-    context: RunContext,
-    train_step: TrainStep,
-    data_loader: TrainDataLoader,
-    step: int,
-    checkpoint: Checkpoint | None,
-) -> TrainStep:
-    """`train_step`, after completions are sampled if the method of the run does that."""
-    if not samples_completions(context.config):
-        return train_step
-    return OnPolicyStep(context, train_step, data_loader, step=step, checkpoint=checkpoint)
 
 
 def prompt_lengths(batch: Batch) -> np.ndarray:

@@ -23,6 +23,7 @@ from maxtext.common.log import LOGGER
 from maxtext.common.run_lock import RunLock
 from maxtext.common.signals import call_on_signals
 from maxtext.configs import serialize
+from maxtext.configs.rules.distillation import samples_completions
 from maxtext.configs.types import MaxTextConfig
 from maxtext.diagnostics.console import start_banner
 from maxtext.diagnostics.metrics import Recorder, make_writers
@@ -44,9 +45,8 @@ from maxtext.trainers.epochs import has_open_end, with_steps_of_epochs
 from maxtext.trainers.export import save_results
 from maxtext.trainers.hooks import Evaluate, Profile, Record, TrainingFailed
 from maxtext.trainers.init_state import initial_weights, with_reference
-from maxtext.trainers.loop import STOPPED_ELSEWHERE, Hook, Loop
+from maxtext.trainers.loop import STOPPED_ELSEWHERE, Hook, Loop, TrainStep
 from maxtext.trainers.memory import peak_bytes, state_bytes, step_bytes, warn_if_too_large
-from maxtext.trainers.on_policy import on_policy_step
 from maxtext.trainers.reference_logps import load_or_compute
 from maxtext.trainers.restore import Start, find_start, frozen_checksum
 from maxtext.trainers.run_context import RunContext
@@ -128,7 +128,7 @@ def train_locked(
                 closing.callback(save.close)
             loop = Loop(
                 state,
-                on_policy_step(context, step_cache, data_loader, start.step, checkpoint),
+                sampling_step(context, step_cache, data_loader, start.step, checkpoint),
                 data_loader=data_loader,
                 key=key,
                 steps=config.steps,
@@ -242,6 +242,23 @@ def write_configuration(config: MaxTextConfig) -> None:
             os.path.join(run_folder(config), "config.yml"),
             serialize.yaml_text(config, serialize.KEYS_IN_ORDER),
         )
+
+
+def sampling_step(
+    context: RunContext,
+    train_step: TrainStep,
+    data_loader: TrainDataLoader,
+    step: int,
+    checkpoint: Checkpoint | None,
+) -> TrainStep:
+    """`train_step`, after completions are sampled if the method of the run does that. `step`: the
+    number of steps done."""
+    if not samples_completions(context.config):
+        return train_step
+    # With the engine of inference, which other runs do not import.
+    from maxtext.trainers.on_policy import OnPolicyStep
+
+    return OnPolicyStep(context, train_step, data_loader, step=step, checkpoint=checkpoint)
 
 
 def summarize(
