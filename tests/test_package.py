@@ -40,10 +40,7 @@ def test_base_install_is_small():
     assert list(PROJECT["optional-dependencies"]) == EXTRAS
 
 
-@pytest.mark.representative(
-    "all but cuda12 on 3.12",
-    "none on 3.11",
-)
+@pytest.mark.representative("none on 3.11")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("extras", "python"),

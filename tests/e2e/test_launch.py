@@ -243,6 +243,7 @@ def by_hand(index, count=2, port=None):
     }
 
 
+@pytest.mark.representative("killed")
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
 def test_a_process_without_a_launcher_notices_a_dead_peer(train, how):
     """A killed process closes its connections; of a frozen one, as of a lost host, only heartbeats

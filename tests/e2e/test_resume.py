@@ -221,7 +221,9 @@ def test_kills_change_nothing(make_job, kills, steps):
     }
 
 
-@pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.exhaustive)])
+# tests/e2e/test_launch.py kills one of two processes by default.
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kills", [2, 20])
 def test_kills_of_two_processes_change_nothing(make_job, kills):
     steps = -(-(kills + 13) // PERIOD) * PERIOD
     more = ("per_device_batch_size=2", "max_num_checkpoints_to_keep=9")

@@ -132,9 +132,7 @@ def check_greedy(prompts, keys):
 
 @pytest.mark.representative(
     "llama",
-    "post-norms",
     "one branch, biases",
-    "float32",
 )
 @pytest.mark.parametrize(("keys", "expected"), FAMILIES.values(), ids=list(FAMILIES))
 @pytest.mark.slow

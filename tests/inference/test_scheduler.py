@@ -192,8 +192,7 @@ HARDEST = "few blocks, prefixes in host memory"
 REPRESENTATIVE = {
     ("window", "prefixes"),
     ("causal", "contiguous"),
-    *((kind, HARDEST) for kind in ("causal", "latent", "chunks")),
-    ("recomputed", "chunked"),
+    *((kind, HARDEST) for kind in ("latent", "chunks")),
 }
 CASES = [
     ("window", "prefixes"),

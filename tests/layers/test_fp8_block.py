@@ -111,8 +111,6 @@ def weights_of(config, template):
     "experts",
     "post-norms, gelu, bfloat16 head",
     "dimensions without tiles",
-    "one branch, soft-capped logits",
-    "fused weights",
 )
 @pytest.mark.parametrize(
     ("overrides", "kernels"),

@@ -79,6 +79,17 @@ def stirred(path, leaf):
     return np.float32(draw.normal(1.0 if path[-1].key == "scale" else 0.0, 0.2, leaf.shape))
 
 
+# The parity tests generate with every family, in chunks, too.
+@pytest.mark.representative(
+    "causal-a page each",
+    "window-a page each",
+    "chunks-a page each",
+    "delta-a page each",
+    "streams-a page each",
+    "learned positions-a page each",
+    "causal-pages",
+    "latent-pages",
+)
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
@@ -163,6 +174,7 @@ TIED = {
 
 
 @pytest.mark.slow
+@pytest.mark.representative("indexer of latents", "grouped experts")
 @pytest.mark.parametrize("name", TIED)
 def test_ties_are_broken_alike_in_pieces(name, monkeypatch):
     """Where many scores are equal: each pair of experts has one router weight, and keys score zero.

@@ -207,7 +207,8 @@ def test_the_reference_of_an_adapter_is_its_start(folder, peft_adapter):
     assert losses_of(tune.dpo(folder, PAIRS, steps=2, **keys)) == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.slow
+# tests/trainers/test_fine_tuning_invariants.py resumes the adapters of a preference run by default.
+@pytest.mark.exhaustive
 def test_resumed_adapters_equal_an_uninterrupted_run(folder, tmp_path):
     keys = EXACT | {
         "base_output_directory": str(tmp_path),

@@ -57,7 +57,6 @@ def write_hf_gradients(example, folder):
     "gpt-oss",
     "deepseek3",
     "gemma2 tight caps",
-    "mixtral sliding",
     "llama tied with biases",
     "gpt2",
 )

@@ -75,10 +75,7 @@ def named(bench, weights):
 @pytest.mark.representative(
     "qwen3_next",
     "gpt_oss",
-    "deepseek",
-    "gemma2",
     "gpt3",
-    "llama2",
 )
 @pytest.mark.parametrize("block", FAMILIES)
 @pytest.mark.slow
