@@ -50,6 +50,39 @@ def take_value(args: list[str], option: str) -> str | None:
     return None
 
 
+def take_values(args: list[str], option: str) -> list[str]:
+    """Remove every `--option value ...` from the arguments and return the values. They end with the
+    next option or key=value argument; the first may be anything.
+    """
+    values: list[str] = []
+    while (index := find_option(args, option)) is not None:
+        first = take_value(args, option)
+        assert first is not None, "the option was found"
+        values.append(first)
+        while index < len(args) and not re.match(r"-|[a-z][a-z0-9_]*=", args[index]):
+            values.append(args.pop(index))
+    return values
+
+
+def find_option(args: list[str], option: str) -> int | None:
+    matches = (
+        index for index, arg in enumerate(args) if arg == option or arg.startswith(f"{option}=")
+    )
+    return next(matches, None)
+
+
+def take_number(args: list[str], option: str, low: int, high: int | None = None) -> int | None:
+    """The value of an option that takes a whole number from `low` to `high`."""
+    text = take_value(args, option)
+    if text is None:
+        return None
+    is_number = text.isascii() and text.isdigit() and len(text) < 19
+    if not is_number or int(text) < low or (high is not None and int(text) > high):
+        limits = f"of at least {low}" if high is None else f"from {low} to {high}"
+        raise ConfigError(f"{option} takes a whole number {limits}, not {text!r}")
+    return int(text)
+
+
 def take_adapter(args: list[str]) -> list[str]:
     """Remove `--adapter DIR` from the arguments and return the setting that it stands for."""
     folder = take_value(args, "--adapter")

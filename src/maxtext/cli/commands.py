@@ -129,6 +129,39 @@ OUT.jsonl       one completion per line, in the order in which they finish:
 key=value       any key of base.yml""",
         settings=False,
     ),
+    "serve": Command(
+        summary="serve a model over HTTP, with OpenAI's API",
+        example="maxtext serve ~/models/Qwen3-0.6B --port 8000 per_device_batch_size=16",
+        usage="maxtext serve DIR [flags] [key=value ...]",
+        options="""\
+DIR                          a Hugging Face folder, a converted checkpoint, or a training run
+--host HOST, --port PORT     address (127.0.0.1, 8000); port 0 takes a free one
+--uds PATH                   a unix socket instead
+--served-model-name NAME ... names that requests may use (the name of DIR)
+--adapter DIR                a PEFT adapter, or a folder of adapters: each is a model of its name
+--api-key KEY ...            keys, one of which a request needs (MAXTEXT_API_KEY)
+--cors ORIGIN ...            pages that may use the server from a browser (none)
+--max-queue N                requests that may wait for a slot (1024)
+--request-timeout S          seconds from arrival to the last token (600); 0: no limit
+--drain-timeout S            seconds for running requests after SIGTERM (30)
+--max-body BYTES             of a request (32 MiB)
+--max-logprobs N             most of logprobs and top_logprobs (20)
+--ssl-certfile F, --ssl-keyfile F, --ssl-ca-certs F
+                             TLS
+--root-path P                the prefix that a proxy strips
+--default-chat-template-kwargs JSON
+                             variables of the chat template, such as {"enable_thinking": false}
+--generation-config auto|none
+                             whether generation_config.json has the defaults of sampling
+--metrics-prefix maxtext|vllm
+                             of the names of metrics
+--protect-metrics            /metrics needs a key, too
+--strict-fields              unknown fields of a request are errors
+--log-requests               log a line for each request, without its text
+key=value                    any key of base.yml; per_device_batch_size requests run at a time,
+                             with max_target_length tokens each""",
+        settings=False,
+    ),
     "bench": Command(
         summary="measure prefill and decode speed by batch size and prompt length",
         example="maxtext bench inference model_name=qwen3-0.6b per_device_batch_size=4",

@@ -131,7 +131,8 @@ def run(args: list[str]) -> int:
         from maxtext.cli.arguments import refuse_remote
 
         is_text = name == "tokenizer" and rest[:1] == ["inspect"]  # from the third argument on
-        refuse_remote(rest[:2] if is_text else rest)
+        has_origins = name == "serve"  # of pages, after the folder
+        refuse_remote(rest[:1] if has_origins else rest[:2] if is_text else rest)
     with progress.working(f"maxtext {name} is starting"):  # the imports take seconds
         return importlib.import_module(f"maxtext.cli.{name.replace('-', '_')}").run(rest)
 

@@ -21,6 +21,10 @@ EXTRA_OF = {
     "matplotlib": "plot",
     "prometheus_client": "prometheus",
     "llguidance": "serve",
+    "fastapi": "serve",
+    "uvicorn": "serve",
+    "uvloop": "serve",
+    "httptools": "serve",
     "libtpu": "tpu",
 }
 

@@ -1,0 +1,234 @@
+"""`maxtext serve`: an OpenAI-compatible HTTP server for one model."""
+
+import dataclasses
+import json
+import logging
+import os
+import socket
+import sys
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from maxtext.cli import arguments
+from maxtext.cli.generation import (
+    GenerationSession,
+    ResolvedModel,
+    load_session,
+    refuse_useless,
+    resolve_model,
+)
+from maxtext.common import progress, signals
+from maxtext.common.errors import ConfigError
+from maxtext.common.extras import require
+from maxtext.common.log import LOGGER
+
+if TYPE_CHECKING:
+    from maxtext.inference.server.app import ServerOptions
+    from maxtext.inference.server.lifecycle import Tls
+    from maxtext.inference.server.model import ServedModel
+
+KEY_VARIABLE = "MAXTEXT_API_KEY"
+PACKAGES = ("fastapi", "uvicorn", "uvloop", "httptools", "prometheus_client")
+USELESS = {
+    "prompt": "requests have their own",
+    "load_parameters_path": "the path after `serve` names the model",
+    "multi_sampling": "a request has n",
+    "return_log_prob": "a request has logprobs",
+    "autoregressive_decode_assert": "it is about the completion of `maxtext decode`",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class ServeArguments:
+    path: str  # of the model
+    overrides: list[str]
+    host: str
+    port: int
+    uds: str | None
+    names: list[str]
+    max_queue: int
+    drain_timeout: float
+    template_defaults: dict[str, Any]
+    uses_generation_config: bool
+    tls: "Tls"
+    options: "ServerOptions"
+
+
+def run(args: list[str]) -> int:
+    for package in PACKAGES:
+        require(package, "maxtext serve")
+    parsed = parse_arguments(args)
+    parsed.tls.check()
+    model = resolve_model(parsed.path, None, parsed.overrides)
+    refuse_useless(model.config, "serve", USELESS)
+    from maxtext.inference.server import lifecycle
+
+    lifecycle.raise_descriptor_limit()
+    if parsed.uds is not None:
+        listener = lifecycle.bind_unix(parsed.uds)
+    else:
+        listener = lifecycle.bind(parsed.host, parsed.port)
+    try:
+        return serve(parsed, model, listener)
+    finally:
+        listener.close()
+        if parsed.uds is not None:
+            Path(parsed.uds).unlink(missing_ok=True)
+
+
+def serve(parsed: ServeArguments, model: ResolvedModel, listener: socket.socket) -> int:
+    """Load the model and serve it until a signal comes; returns the exit code."""
+    from maxtext.inference.server.app import build_app
+    from maxtext.inference.server.lifecycle import HttpServer, wait_until_stopped
+
+    session = load_session(model)
+    if parsed.options.log_requests:
+        LOGGER.setLevel(logging.INFO)
+    served = build_model(parsed, session)
+    server = HttpServer(build_app(served, parsed.options), listener, parsed.tls)
+    stop = threading.Event()
+
+    def on_signal(number: int) -> None:
+        if stop.is_set():
+            signals.interrupt_now(number)
+        stop.set()
+
+    with signals.call_on_signals(on_signal):
+        server.start()
+        progress.stop()
+        print_ready(parsed, served, listener)
+        is_clean = wait_until_stopped(stop, lambda: served.engine.status != "engine_failed", server)
+        if is_clean:
+            is_clean = served.engine.drain(parsed.drain_timeout)
+        server.stop()
+        served.engine.close()
+    return 0 if is_clean else 1
+
+
+def build_model(parsed: ServeArguments, session: GenerationSession) -> "ServedModel":
+    from maxtext.inference.async_engine import AsyncEngine
+    from maxtext.inference.server.model import ServedModel, read_sampling_defaults
+    from maxtext.tokenizers import chat_template
+
+    template = chat_template(session.config, session.tokenizer)
+    if template is not None:  # messages of errors name no path
+        template = dataclasses.replace(template, origin="this model")
+    defaults = read_sampling_defaults(session.llm) if parsed.uses_generation_config else {}
+    return ServedModel(
+        llm=session.llm,
+        engine=AsyncEngine(session.llm, max_queue=parsed.max_queue),
+        tokenizer=session.tokenizer,
+        names=parsed.names,
+        chat_template=template,
+        template_defaults=parsed.template_defaults,
+        sampling_defaults=defaults,
+    )
+
+
+def print_ready(parsed: ServeArguments, model: "ServedModel", listener: socket.socket) -> None:
+    if parsed.uds is not None:
+        address = f"unix:{parsed.uds}"
+    else:
+        scheme = "http" if parsed.tls.certificate is None else "https"
+        address = f"{scheme}://{parsed.host}:{listener.getsockname()[1]}/v1"
+    slots = model.engine.engine.cache_config.slots
+    lines = [
+        f"serving {parsed.names[0]} at {address} ({slots} at a time, {model.max_length} tokens "
+        f"each, queue {parsed.max_queue})"
+    ]
+    if model.sampling_defaults:
+        settings = ", ".join(f"{name}={value}" for name, value in model.sampling_defaults.items())
+        lines.append(f"defaults of generation_config.json: {settings}")
+    is_local = parsed.uds is not None or parsed.host in ("127.0.0.1", "::1", "localhost")
+    if not is_local and not parsed.options.api_keys:
+        lines.append(f"everybody who reaches {parsed.host} may use it: --api-key protects it")
+    print("\n".join(lines), file=sys.stderr, flush=True)
+
+
+def parse_arguments(args: list[str]) -> ServeArguments:
+    """Raises ConfigError for the first flag that is wrong."""
+    from maxtext.inference.server.lifecycle import Tls
+
+    if not args or args[0].startswith("-") or "=" in args[0]:
+        raise ConfigError("which model? maxtext serve DIR [flags] [key=value ...]")
+    path, *args = args
+    adapter = arguments.take_adapter(args)
+    host = arguments.take_value(args, "--host")
+    port = arguments.take_number(args, "--port", 0, 65535)
+    uds = arguments.take_value(args, "--uds")
+    if uds is not None and (host is not None or port is not None):
+        raise ConfigError("--uds is in place of --host and --port: leave them out")
+    tls = Tls(
+        certificate=arguments.take_value(args, "--ssl-certfile"),
+        key=arguments.take_value(args, "--ssl-keyfile"),
+        authorities=arguments.take_value(args, "--ssl-ca-certs"),
+    )
+    names = arguments.take_values(args, "--served-model-name")
+    max_queue = arguments.take_number(args, "--max-queue", 0)
+    drain_timeout = arguments.take_number(args, "--drain-timeout", 0)
+    source = arguments.take_option(args, "--generation-config", ("auto", "none"))
+    template_defaults = parse_template_defaults(
+        arguments.take_value(args, "--default-chat-template-kwargs")
+    )
+    options = parse_options(args)
+    unknown = [arg for arg in args if arg.startswith("-") or "=" not in arg]
+    if unknown:
+        raise ConfigError(
+            f"unknown argument {unknown[0]!r}; `maxtext serve --help` lists the flags, and settings"
+            " are written key=value"
+        )
+    return ServeArguments(
+        path=path,
+        overrides=args + adapter,
+        host=host or "127.0.0.1",
+        port=8000 if port is None else port,
+        uds=uds,
+        names=names or [Path(path).expanduser().resolve().name],
+        max_queue=1024 if max_queue is None else max_queue,
+        drain_timeout=30.0 if drain_timeout is None else drain_timeout,
+        template_defaults=template_defaults,
+        uses_generation_config=source != "none",
+        tls=tls,
+        options=options,
+    )
+
+
+def parse_options(args: list[str]) -> "ServerOptions":
+    from maxtext.inference.logprobs import MAX_LOGPROBS
+    from maxtext.inference.server.app import ServerOptions
+
+    numbers = {
+        "request_timeout": arguments.take_number(args, "--request-timeout", 0),
+        "max_body": arguments.take_number(args, "--max-body", 1),
+        "max_logprobs": arguments.take_number(args, "--max-logprobs", 0, MAX_LOGPROBS),
+    }
+    keys = arguments.take_values(args, "--api-key")
+    if not keys and os.environ.get(KEY_VARIABLE):
+        keys = [os.environ[KEY_VARIABLE]]
+    prefix = arguments.take_option(args, "--metrics-prefix", ("maxtext", "vllm"))
+    return ServerOptions(
+        api_keys=keys,
+        cors_origins=arguments.take_values(args, "--cors"),
+        metrics_prefix=prefix or "maxtext",
+        protect_metrics=arguments.take_flag(args, "--protect-metrics"),
+        strict_fields=arguments.take_flag(args, "--strict-fields"),
+        log_requests=arguments.take_flag(args, "--log-requests"),
+        root_path=arguments.take_value(args, "--root-path") or "",
+        **{name: value for name, value in numbers.items() if value is not None},
+    )
+
+
+def parse_template_defaults(text: str | None) -> dict[str, Any]:
+    if text is None:
+        return {}
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise ConfigError(
+            "--default-chat-template-kwargs takes a JSON object such as "
+            f'{{"enable_thinking": false}}, not {text[:60]!r}'
+        )
+    return value

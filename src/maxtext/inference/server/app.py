@@ -1,0 +1,241 @@
+"""The endpoints of the server."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any
+
+from fastapi import FastAPI, Request
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+
+from maxtext.common.errors import UserError
+from maxtext.inference.server.active import ActiveRequest
+from maxtext.inference.server.bodies import Body, flag, parse_body, text_field
+from maxtext.inference.server.errors import NOT_FOUND, SERVER_ERROR, ApiError
+from maxtext.inference.server.events import (
+    CLIENT_CLOSED_REQUEST,
+    EventStreamResponse,
+    error_response,
+    json_response,
+    run_while_connected,
+)
+from maxtext.inference.server.fields import ApiRequest, RequestParser
+from maxtext.inference.server.generate import ResponseWriter
+from maxtext.inference.server.metrics import ServerMetrics
+from maxtext.inference.server.middleware import KeyMiddleware, RequestMiddleware
+from maxtext.inference.server.model import ServedModel
+from maxtext.inference.session import PreparedRequest
+from maxtext.inference.validation import RequestError, check_token_ids
+
+BODY_SECONDS = 30.0  # to receive a body
+MAX_IGNORED_SHOWN = 20  # names of fields in a header
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    api_keys: Sequence[str] = ()  # none: no key is needed
+    cors_origins: Sequence[str] = ()
+    request_timeout: float = 600.0  # seconds from arrival to the last token; 0: no limit
+    max_body: int = 32 * 2**20  # bytes
+    max_logprobs: int = 20
+    metrics_prefix: str = "maxtext"
+    protect_metrics: bool = False
+    strict_fields: bool = False
+    log_requests: bool = False
+    root_path: str = ""
+
+
+def build_app(model: ServedModel, options: ServerOptions) -> FastAPI:
+    """The ASGI application that serves a model."""
+    app = FastAPI(openapi_url=None, root_path=options.root_path)
+    metrics = ServerMetrics(model.engine, model.names[0], options.metrics_prefix)
+    endpoints = Endpoints(model, options, metrics)
+    for method, path, endpoint in endpoints.routes():
+        app.add_api_route(path, endpoint, methods=[method])
+    app.add_exception_handler(HTTPException, on_http_error)
+    for kind in (ApiError, UserError):
+        app.add_exception_handler(kind, endpoints.on_error)
+    # The last that is added is the outermost.
+    if options.api_keys:
+        app.add_middleware(
+            KeyMiddleware, keys=options.api_keys, protect_metrics=options.protect_metrics
+        )
+    if options.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(options.cors_origins),
+            allow_methods=["*"],
+            allow_headers=["*"],
+        )
+    app.add_middleware(RequestMiddleware, metrics=metrics, log_requests=options.log_requests)
+    return app
+
+
+def on_http_error(request: Request, error: Any) -> Response:
+    """Errors of the routing: unknown paths and methods."""
+    message = f"{request.method} {request.url.path}: {str(error.detail).lower()}"
+    kind = NOT_FOUND if error.status_code == 404 else "invalid_request_error"
+    headers = dict(error.headers or {})
+    return error_response(ApiError(error.status_code, message[:300], kind, headers=headers))
+
+
+class Endpoints:
+    """Handlers of requests. Errors are exceptions, which `on_error` turns into responses."""
+
+    def __init__(self, model: ServedModel, options: ServerOptions, metrics: ServerMetrics):
+        self.model = model
+        self.options = options
+        self.metrics = metrics
+        self.parser = RequestParser(model, options.max_logprobs, options.strict_fields)
+
+    def routes(self) -> list[tuple[str, str, Callable[..., Any]]]:
+        return [
+            ("GET", "/health", self.health),
+            ("GET", "/ping", self.health),
+            ("GET", "/version", self.version),
+            ("GET", "/metrics", self.scrape),
+            ("GET", "/v1/models", self.list_models),
+            ("GET", "/v1/models/{name:path}", self.find_model),
+            ("POST", "/v1/completions", self.complete),
+            ("POST", "/v1/chat/completions", self.chat),
+            ("POST", "/v1/embeddings", self.embed),
+            ("POST", "/tokenize", self.tokenize),
+            ("POST", "/detokenize", self.detokenize),
+            ("GET", "/tokenizer_info", self.tokenizer_info),
+        ]
+
+    def on_error(self, request: Request, error: Exception) -> Response:
+        converted = ApiError.from_exception(error, request.state.request_id)
+        if converted.status in (429, 503) and converted.code:
+            self.metrics.count_rejected(converted.code)
+        return error_response(converted)
+
+    # State of the server.
+
+    async def health(self) -> Response:
+        status = self.model.engine.status
+        if status == "ready":
+            return json_response({})
+        message = f"the server is {status}" if status == "draining" else "the engine has failed"
+        headers = {"Retry-After": "1"}
+        raise ApiError(503, message, SERVER_ERROR, code=status, headers=headers)
+
+    async def version(self) -> Response:
+        return json_response({"version": metadata.version("maxtext")})
+
+    async def scrape(self) -> Response:
+        text, content_type = self.metrics.render()
+        return Response(text, media_type=content_type)
+
+    async def list_models(self) -> Response:
+        cards = [self.model.card(name) for name in self.model.all_names()]
+        return json_response({"object": "list", "data": cards})
+
+    async def find_model(self, name: str) -> Response:
+        self.model.find(name)
+        return json_response(self.model.card(name))
+
+    async def embed(self) -> Response:
+        raise ApiError(404, "this model generates text: it has no embeddings", NOT_FOUND)
+
+    # Generation.
+
+    async def complete(self, request: Request) -> Response:
+        return await self.generate(request, self.parser.completion)
+
+    async def chat(self, request: Request) -> Response:
+        return await self.generate(request, self.parser.chat)
+
+    async def generate(self, request: Request, parse: Callable[[Body], ApiRequest]) -> Response:
+        body = await self.read_body(request)
+        self.model.find(body.get("model"))
+
+        def prepare() -> tuple[ApiRequest, list[PreparedRequest]]:
+            parsed = parse(body)
+            return parsed, [self.model.engine.prepare(each) for each in parsed.requests]
+
+        parsed, prepared = await asyncio.to_thread(prepare)
+        timeout = self.options.request_timeout or None
+        active = ActiveRequest(self.model.engine, prepared, self.metrics, timeout)
+        self.metrics.count_choices(parsed.num_choices)
+        writer = ResponseWriter(self.model, parsed, active)
+        headers = ignored_header(parsed.ignored_fields)
+        if not parsed.stream:
+            response = await run_while_connected(request.receive, writer.whole())
+            return json_response(response, headers=headers)
+
+        def on_error(error: BaseException) -> ApiError:
+            return ApiError.from_exception(error, request.state.request_id)
+
+        return await EventStreamResponse(writer.events(), on_error, headers).start()
+
+    # Tokens.
+
+    async def tokenize(self, request: Request) -> Response:
+        body = await self.read_body(request)
+        self.model.find(body.get("model"))
+        if "messages" in body:
+            # As vLLM's endpoint: tools are rendered whatever would call them.
+            chat = {**body, "tool_choice": "none"}
+            tokens = await asyncio.to_thread(self.parser.chat_prompt, chat)
+        else:
+            if "prompt" not in body:
+                raise RequestError("prompt or messages is missing", "prompt")
+            text = text_field(body, "prompt")
+            special = flag(body, "add_special_tokens", default=True)
+            tokens = await asyncio.to_thread(self.model.encode, text, special)
+        result = {"tokens": tokens, "count": len(tokens), "max_model_len": self.model.max_length}
+        if flag(body, "return_token_strs"):
+            result["token_strs"] = [self.model.tokenizer.id_to_token(token) for token in tokens]
+        return json_response(result)
+
+    async def detokenize(self, request: Request) -> Response:
+        body = await self.read_body(request)
+        self.model.find(body.get("model"))
+        tokens = check_token_ids("tokens", body.get("tokens"))
+        text = await asyncio.to_thread(self.model.tokenizer.decode, list(tokens))
+        return json_response({"prompt": text})
+
+    async def tokenizer_info(self) -> Response:
+        specials = self.model.tokenizer.special_tokens
+        template = self.model.chat_template
+        names = ("bos_token", "eos_token", "pad_token")
+        info: dict[str, Any] = {name: specials.get(name) for name in names}
+        return json_response({**info, "chat_template": template and template.source})
+
+    async def read_body(self, request: Request) -> dict[str, Any]:
+        """The JSON object of a request. Raises ApiError if it is too large or does not come in
+        BODY_SECONDS.
+        """
+        encoding = request.headers.get("content-encoding", "identity")
+        if encoding.lower() != "identity":
+            raise ApiError(415, f"the body has the encoding {encoding[:30]!r}: send plain JSON")
+        limit = self.options.max_body
+        too_large = ApiError(413, f"the body is larger than {limit} bytes")
+        length = request.headers.get("content-length", "")
+        if length.isascii() and length.isdigit() and int(length[:20]) > limit:
+            raise too_large
+        data = bytearray()
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                async for part in request.stream():
+                    data += part
+                    if len(data) > limit:
+                        raise too_large
+        except TimeoutError as error:
+            message = f"the body did not come in {BODY_SECONDS:.0f} seconds"
+            raise ApiError(408, message) from error
+        except ClientDisconnect as error:
+            message = "the client closed the connection"
+            raise ApiError(CLIENT_CLOSED_REQUEST, message) from error
+        return parse_body(bytes(data))
+
+
+def ignored_header(names: Sequence[str]) -> dict[str, str]:
+    """Names of fields without a meaning here, as a header."""
+    shown = [name for name in names if name.isidentifier() and name.isascii()]
+    return {"x-ignored-fields": ", ".join(shown[:MAX_IGNORED_SHOWN])} if shown else {}

@@ -1,0 +1,113 @@
+"""Bodies of requests as JSON objects, and the kinds of values that their fields have.
+
+null is the same as absent in every field. Errors are `RequestError`, with the name of the field.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from maxtext.inference.validation import RequestError, check_bool, is_id, shorten
+
+Body = Mapping[str, Any]
+
+
+def parse_body(data: bytes) -> dict[str, Any]:
+    """A JSON object in UTF-8, without the fields that are null. Raises RequestError for anything
+    else, and for numbers and texts that JSON parsers accept beyond the standard: NaN, Infinity,
+    1e999 and halves of surrogate pairs.
+    """
+    try:
+        body = json.loads(
+            data.decode("utf-8"), parse_constant=refuse_constant, parse_float=parse_finite
+        )
+        if b"\\ud" in data.lower():
+            json.dumps(body, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise RequestError("the body has half of a surrogate pair, which is no text") from error
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"the body is not JSON: {str(error)[:200]}") from error
+    if not isinstance(body, dict):
+        raise RequestError("the body must be a JSON object")
+    return {name: value for name, value in body.items() if value is not None}
+
+
+def refuse_constant(text: str) -> None:
+    raise ValueError(f"{text} is no JSON number")
+
+
+def parse_finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{shorten(text)} is too large")
+    return number
+
+
+def flag(body: Body, name: str, default: bool = False) -> bool:
+    value = body.get(name, default)
+    check_bool(name, value)
+    return value
+
+
+def text_field(body: Body, name: str, default: str = "") -> str:
+    value = body.get(name, default)
+    if not isinstance(value, str):
+        raise RequestError(f"{name} must be text, not {shorten(value)}", name)
+    return value
+
+
+def object_field(body: Body, name: str) -> Body:
+    value = body.get(name, {})
+    if not isinstance(value, Mapping):
+        raise RequestError(f"{name} must be an object, not {shorten(value)}", name)
+    return value
+
+
+def parse_prompts(body: Body) -> list[str | list[int]]:
+    """The prompts of /v1/completions: a text, texts, token ids, or lists of token ids."""
+    prompt = body.get("prompt")
+    if isinstance(prompt, str) or is_ids(prompt):
+        prompt = [prompt]
+    is_list = isinstance(prompt, list) and bool(prompt)
+    if not is_list or not (
+        all(isinstance(each, str) for each in prompt or ()) or all(map(is_ids, prompt or ()))
+    ):
+        raise RequestError(
+            "prompt must be text, a list of texts, token ids, or a list of lists of token ids, "
+            f"none of them empty, not {shorten(prompt)}",
+            "prompt",
+        )
+    return list(prompt or ())
+
+
+def is_ids(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(map(is_id, value))
+
+
+def parse_messages(body: Body) -> list[dict[str, Any]]:
+    """The messages of a conversation, with their contents as text: parts of text are joined."""
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise RequestError(
+            'messages must be a list such as [{"role": "user", "content": "Hello"}]', "messages"
+        )
+    return [parse_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+
+
+def parse_message(message: Any, name: str) -> dict[str, Any]:
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise RequestError(f"{name} must be an object with a role", "messages")
+    content = message.get("content")
+    if isinstance(content, list):
+        for part in content:
+            is_text = isinstance(part, Mapping) and part.get("type") == "text"
+            if not is_text or not isinstance(part.get("text"), str):
+                raise RequestError(
+                    f"{name} has a part that is not text, which this model does not read",
+                    "messages",
+                )
+        content = "".join(part["text"] for part in content)
+    if not isinstance(content, str) and (content is not None or not message.get("tool_calls")):
+        raise RequestError(f"{name}.content must be text or parts of text", "messages")
+    return {**message, "content": content}

@@ -1,0 +1,175 @@
+"""Completions and deltas of the engine as the objects of OpenAI's API."""
+
+import codecs
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from maxtext.inference.logprobs import TokenLogprobs
+from maxtext.inference.requests import Completion, CompletionDelta
+from maxtext.inference.server.errors import SERVER_ERROR, ApiError
+from maxtext.inference.server.fields import ApiRequest
+from maxtext.inference.server.model import ServedModel
+
+Json = dict[str, Any]
+FINISH_REASONS = {"end": "stop", "stop": "stop", "length": "length"}
+
+
+@dataclass
+class Usage:
+    """Tokens of a request. The tokens of a prompt are counted once, whatever its choices."""
+
+    prompt_tokens: int
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+
+    def add(self, completion: Completion) -> None:
+        if completion.choice == 0:
+            self.cached_tokens += completion.num_cached_tokens
+
+    def to_json(self) -> Json:
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
+
+
+class ChoiceFormatter:
+    """Turns the deltas of one choice into its parts of a response. `echo` is the text of the
+    prompt, where the response begins with it.
+    """
+
+    def __init__(self, model: ServedModel, request: ApiRequest, index: int, prompt: Sequence[int]):
+        self.model = model
+        self.request = request
+        self.index = index
+        self.prompt_ids = prompt
+        self.echo = request.echoes[index // request.num_choices] if request.echoes else ""
+        self.is_first = True
+        # Counts the characters before each token; a character ends with the last of its tokens.
+        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self.num_characters = 0
+
+    def delta_logprobs(
+        self, delta: CompletionDelta, prompt_logprobs: Sequence[TokenLogprobs | None]
+    ) -> Json | None:
+        """The log-probabilities of a delta; with `echo`, after those of the prompt."""
+        if self.request.logprobs is None:
+            return None
+        if self.request.is_chat:
+            records = zip(delta.token_ids, delta.logprobs, strict=True)
+            return {"content": [self.chat_entry(*record) for record in records], "refusal": None}
+        token_ids: list[int] = list(delta.token_ids)
+        logprobs: list[TokenLogprobs | None] = list(delta.logprobs)
+        if self.is_first and self.request.echoes:
+            token_ids = [*self.prompt_ids, *token_ids]
+            logprobs = [*prompt_logprobs, *logprobs]
+        return self.completion_logprobs(token_ids, logprobs)
+
+    def completion_logprobs(
+        self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None]
+    ) -> Json:
+        text = self.model.token_text
+        offsets = []
+        for token in token_ids:
+            offsets.append(self.num_characters)
+            self.num_characters += len(self.decoder.decode(self.model.token_bytes(token)))
+        top = [
+            # The token itself comes last: of equal texts, its number stays.
+            entry and {text(each): entry.top[each] for each in (*drop(entry.top, token), token)}
+            for token, entry in zip(token_ids, logprobs, strict=True)
+        ]
+        return {
+            "tokens": [text(token) for token in token_ids],
+            "token_logprobs": [entry and entry.logprob for entry in logprobs],
+            "top_logprobs": top,
+            "text_offset": offsets,
+        }
+
+    def chat_entry(self, token: int, record: TokenLogprobs) -> Json:
+        top = list(record.top.items())[: self.request.logprobs]
+        return {
+            **self.chat_token(token, record.logprob),
+            "top_logprobs": [self.chat_token(*each) for each in top],
+        }
+
+    def chat_token(self, token: int, logprob: float) -> Json:
+        data = self.model.token_bytes(token)
+        return {"token": self.model.token_text(token), "logprob": logprob, "bytes": list(data)}
+
+    def extras(self, delta: CompletionDelta) -> Json:
+        """Token ids, if the request wants them; those of the prompt in the first chunk."""
+        if not self.request.return_token_ids:
+            return {}
+        extras: Json = {"token_ids": list(delta.token_ids)}
+        if self.is_first and self.index % self.request.num_choices == 0:
+            extras["prompt_token_ids"] = list(self.prompt_ids)
+        return extras
+
+    def choice(
+        self, completion: Completion, prompt_logprobs: Sequence[TokenLogprobs | None]
+    ) -> Json:
+        """The choice of a whole response."""
+        delta = CompletionDelta(
+            index=completion.index,
+            choice=completion.choice,
+            text=completion.text or "",
+            token_ids=completion.token_ids,
+            logprobs=completion.logprobs,
+            completion=completion,
+        )
+        content: Json = {"text": self.echo + delta.text}
+        if self.request.is_chat:
+            message = {"role": "assistant", "content": delta.text, "refusal": None}
+            content = {"message": message}
+        return {
+            "index": self.index,
+            **content,
+            "logprobs": self.delta_logprobs(delta, prompt_logprobs),
+            **finish(completion),
+            **self.extras(delta),
+        }
+
+    def chunks(
+        self, delta: CompletionDelta, prompt_logprobs: Sequence[TokenLogprobs | None]
+    ) -> list[Json]:
+        """The choices of the chunks of a stream that a delta becomes; none if it adds nothing."""
+        logprobs = self.delta_logprobs(delta, prompt_logprobs)
+        extras = self.extras(delta)
+        has_content = bool(delta.text or (delta.token_ids and (logprobs or extras)))
+        end = finish(delta.completion)
+        if not self.request.is_chat:
+            text = self.echo + delta.text if self.is_first else delta.text
+            if not has_content and not text and delta.completion is None:
+                return []
+            self.is_first = False
+            return [{"index": self.index, "text": text, "logprobs": logprobs, **end, **extras}]
+        chunks: list[Json] = []
+        if self.is_first and (has_content or delta.completion is not None):
+            self.is_first = False
+            chunks.append({"delta": {"role": "assistant", "content": ""}, "logprobs": None})
+        if has_content:
+            content = {"content": delta.text}
+            chunks.append({"delta": content, "logprobs": logprobs, **extras})
+        if delta.completion is not None:
+            chunks.append({"delta": {}, "logprobs": None, **end})
+        return [{"index": self.index, "finish_reason": None, **chunk} for chunk in chunks]
+
+
+def finish(completion: Completion | None) -> Json:
+    """How a choice ended. Raises ApiError if the engine could not go on with it."""
+    if completion is None:
+        return {"finish_reason": None}
+    if completion.finish_reason not in FINISH_REASONS:
+        message = completion.error or "the completion failed"
+        raise ApiError(500, message, SERVER_ERROR, code="completion_failed")
+    return {
+        "finish_reason": FINISH_REASONS[completion.finish_reason],
+        "stop_reason": completion.stop_reason,
+    }
+
+
+def drop(tokens: Iterable[int], token: int) -> list[int]:
+    return [each for each in tokens if each != token]

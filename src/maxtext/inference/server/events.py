@@ -1,0 +1,121 @@
+"""Responses: JSON, and server-sent events as plain ASGI messages."""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
+
+from starlette.responses import Response
+
+from maxtext.inference.server.errors import ApiError
+
+Receive = Callable[[], Awaitable[Any]]
+Send = Callable[[Any], Awaitable[None]]
+RESULT = TypeVar("RESULT")
+FIRST_EVENT_SECONDS = 1.0  # after which status and headers are sent without an event
+KEEP_ALIVE_SECONDS = 15.0  # without an event, after which a comment is sent
+CLIENT_CLOSED_REQUEST = 499
+EVENT_HEADERS = {
+    "Content-Type": "text/event-stream; charset=utf-8",
+    "Cache-Control": "no-cache",
+    "X-Accel-Buffering": "no",  # proxies forward events at once
+}
+DONE = b"data: [DONE]\n\n"
+
+
+def encode_json(content: Any) -> bytes:
+    return json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
+
+
+def encode_event(content: Any) -> bytes:
+    return b"data: " + encode_json(content) + b"\n\n"
+
+
+def json_response(
+    content: Any, status: int = 200, headers: dict[str, str] | None = None
+) -> Response:
+    return Response(encode_json(content), status, headers, media_type="application/json")
+
+
+def error_response(error: ApiError) -> Response:
+    return json_response(error.body(), error.status, error.headers)
+
+
+async def wait_for_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def run_while_connected(receive: Receive, work: Coroutine[Any, Any, RESULT]) -> RESULT:
+    """The result of `work`, which is cancelled if the client leaves. The body must be read."""
+    task = asyncio.create_task(work)
+    watcher = asyncio.create_task(wait_for_disconnect(receive))
+    try:
+        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ApiError(CLIENT_CLOSED_REQUEST, "the client closed the connection")
+        return task.result()
+    finally:
+        watcher.cancel()
+        if not task.done():
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+
+
+class EventStreamResponse(Response):
+    """Sends events as they come: the client sees an error of the first second as a status, a later
+    one as an event with which the response ends. `on_error` converts exceptions.
+    """
+
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes, None],
+        on_error: Callable[[BaseException], ApiError],
+        headers: dict[str, str],
+    ):
+        super().__init__(headers={**EVENT_HEADERS, **headers})
+        del self.headers["content-length"]
+        self.events = events
+        self.on_error = on_error
+        self.next_event: asyncio.Task[bytes | None] = asyncio.create_task(self.take())
+
+    async def take(self) -> bytes | None:
+        return await anext(self.events, None)
+
+    async def start(self) -> "EventStreamResponse":
+        """Wait for the first event, up to FIRST_EVENT_SECONDS. Raises its error."""
+        await asyncio.wait({self.next_event}, timeout=FIRST_EVENT_SECONDS)
+        if self.next_event.done() and (error := self.next_event.exception()) is not None:
+            raise error
+        return self
+
+    async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
+        with contextlib.suppress(ApiError):  # the client has left
+            await run_while_connected(receive, self.send_events(send))
+
+    async def send_events(self, send: Send) -> None:
+        headers = self.raw_headers
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        try:
+            while True:
+                done, _ = await asyncio.wait({self.next_event}, timeout=KEEP_ALIVE_SECONDS)
+                event = self.next_event.result() if done else b": keep-alive\n\n"
+                if event is None:
+                    break
+                if done:
+                    self.next_event = asyncio.create_task(self.take())
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+        except Exception as error:
+            event = encode_event(self.on_error(error).body())
+            await send({"type": "http.response.body", "body": event, "more_body": True})
+        finally:
+            await self.close()
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def close(self) -> None:
+        """Cancel what the engine still works on."""
+        self.next_event.cancel()
+        await asyncio.gather(self.next_event, return_exceptions=True)
+        await self.events.aclose()

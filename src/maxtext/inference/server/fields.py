@@ -1,0 +1,307 @@
+"""From the body of a request to what the engine generates, for completions and chats."""
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from maxtext.common.errors import UserError
+from maxtext.inference.llm import prompt_seed
+from maxtext.inference.requests import GenerationRequest
+from maxtext.inference.sampling_params import SamplingParams
+from maxtext.inference.server.bodies import (
+    Body,
+    flag,
+    object_field,
+    parse_messages,
+    parse_prompts,
+    text_field,
+)
+from maxtext.inference.server.model import ServedModel
+from maxtext.inference.structured_outputs import parse_response_format
+from maxtext.inference.validation import RequestError, check_range, check_whole_number
+
+SAMPLING_FIELDS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "seed",
+    "n",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+    "min_tokens",
+    "include_stop_str_in_output",
+    "structured_outputs",
+)
+# They would change the completion, and are not supported.
+UNSUPPORTED_FIELDS = (
+    "suffix",
+    "use_beam_search",
+    "audio",
+    "modalities",
+    "prediction",
+    "web_search_options",
+    "priority",
+    "chat_template",
+    "functions",
+)
+# Accepted without an effect on the completion.
+INERT_FIELDS = (
+    "user",
+    "store",
+    "metadata",
+    "service_tier",
+    "parallel_tool_calls",
+    "prompt_cache_key",
+    "safety_identifier",
+    "verbosity",
+    "request_id",
+)
+COMMON_FIELDS = (
+    "model",
+    "max_tokens",
+    "max_completion_tokens",
+    "best_of",
+    "logprobs",
+    "stream",
+    "stream_options",
+    "response_format",
+    "return_token_ids",
+    "skip_special_tokens",
+    "truncate_prompt_tokens",
+    "cache_salt",
+    *SAMPLING_FIELDS,
+    *UNSUPPORTED_FIELDS,
+    *INERT_FIELDS,
+)
+COMPLETION_FIELDS = frozenset(("prompt", "echo", *COMMON_FIELDS))
+CHAT_FIELDS = frozenset(
+    (
+        "messages",
+        "top_logprobs",
+        "tools",
+        "tool_choice",
+        "chat_template_kwargs",
+        "add_generation_prompt",
+        "continue_final_message",
+        "reasoning_effort",
+        *COMMON_FIELDS,
+    )
+)
+DEFAULT_MAX_TOKENS = 16  # of completions; of chats, what the maximum length leaves
+
+
+@dataclass(frozen=True)
+class ApiRequest:
+    """A body that was read. `requests` has one for each prompt, `echoes` the texts of prompts that
+    precede the completions.
+    """
+
+    model: str  # in responses
+    requests: tuple[GenerationRequest, ...]
+    is_chat: bool
+    stream: bool = False
+    include_usage: bool = False  # in a last chunk of a stream
+    continuous_usage: bool = False  # in every chunk
+    echoes: tuple[str, ...] = ()
+    logprobs: int | None = None
+    return_token_ids: bool = False
+    ignored_fields: tuple[str, ...] = ()  # names that mean nothing here
+
+    @property
+    def num_choices(self) -> int:
+        """Of each prompt."""
+        return self.requests[0].params.n
+
+
+class RequestParser:
+    """Reads bodies for a model. Its methods raise RequestError, or ApiError for an unknown model.
+    They tokenize and render templates, which takes time: servers call them in a thread.
+    """
+
+    def __init__(self, model: ServedModel, max_logprobs: int = 20, strict_fields: bool = False):
+        """`strict_fields`: an unknown name of a field is an error."""
+        self.model = model
+        self.max_logprobs = max_logprobs
+        self.strict_fields = strict_fields
+
+    def completion(self, body: Body) -> ApiRequest:
+        """The body of /v1/completions."""
+        ignored = self.check_names(body, COMPLETION_FIELDS)
+        echo = flag(body, "echo")
+        logprobs = body.get("logprobs")
+        if logprobs is not None:
+            check_range("logprobs", logprobs, 0, self.max_logprobs, whole=True)
+        fields = self.sampling_fields(body) | {"logprobs": logprobs}
+        prompts = parse_prompts(body)
+        token_ids = [
+            self.truncate(body, self.model.encode(each) if isinstance(each, str) else each)
+            for each in prompts
+        ]
+        requests = []
+        for index, ids in enumerate(token_ids):
+            max_tokens = self.max_tokens(body, len(ids), DEFAULT_MAX_TOKENS, int(not echo))
+            if echo and (logprobs is not None or not max_tokens):
+                fields["prompt_logprobs"] = logprobs or 0
+            seed = prompt_seed(fields["seed"], index)
+            params = SamplingParams(**fields | {"max_new_tokens": max_tokens, "seed": seed})
+            requests.append(self.generation_request(body, ids, params))
+        echoes = [
+            each if isinstance(each, str) else self.model.tokenizer.decode(ids)
+            for each, ids in zip(prompts, token_ids, strict=True)
+        ]
+        return self.api_request(
+            body, requests, ignored, echoes=tuple(echoes) if echo else (), logprobs=logprobs
+        )
+
+    def chat(self, body: Body) -> ApiRequest:
+        """The body of /v1/chat/completions."""
+        ignored = self.check_names(body, CHAT_FIELDS)
+        wants_logprobs = flag(body, "logprobs")
+        num_top = body.get("top_logprobs", 0)
+        check_range("top_logprobs", num_top, 0, self.max_logprobs, whole=True)
+        if num_top and not wants_logprobs:
+            raise RequestError("top_logprobs needs logprobs=true", "top_logprobs")
+        logprobs = num_top if wants_logprobs else None
+        fields = self.sampling_fields(body) | {"logprobs": logprobs}
+        prompt_ids = self.truncate(body, self.chat_prompt(body))
+        remaining = max(self.model.max_length - len(prompt_ids), 1)
+        max_tokens = self.max_tokens(body, len(prompt_ids), remaining, at_least=1)
+        params = SamplingParams(max_new_tokens=max_tokens, **fields)
+        request = self.generation_request(body, prompt_ids, params)
+        return self.api_request(body, [request], ignored, is_chat=True, logprobs=logprobs)
+
+    def chat_prompt(self, body: Body) -> list[int]:
+        """The token ids of the messages of a body."""
+        variables = dict(object_field(body, "chat_template_kwargs"))
+        if "tools" in variables:
+            raise RequestError("chat_template_kwargs may not set tools", "chat_template_kwargs")
+        if (tools := body.get("tools")) is not None:
+            if not isinstance(tools, list):
+                raise RequestError("tools must be a list of objects", "tools")
+            if tools and body.get("tool_choice") != "none":
+                raise RequestError(
+                    'calls of tools are not supported: set tool_choice="none"',
+                    "tools",
+                    "unsupported_parameter",
+                )
+            variables["tools"] = tools or None
+        effort = text_field(body, "reasoning_effort")
+        if effort:
+            variables = {"reasoning_effort": effort, **variables}
+        if effort == "none":
+            variables = {"enable_thinking": False, **variables}
+        continues = flag(body, "continue_final_message")
+        add_prompt = flag(body, "add_generation_prompt", default=not continues)
+        if continues and add_prompt:
+            raise RequestError(
+                "continue_final_message needs add_generation_prompt=false",
+                "continue_final_message",
+            )
+        messages = parse_messages(body)
+        try:
+            return self.model.encode_chat(messages, variables, add_prompt, continues)
+        except RequestError:
+            raise
+        except UserError as error:  # of the template
+            raise RequestError(str(error), "messages") from error
+
+    def check_names(self, body: Body, known: frozenset[str]) -> tuple[str, ...]:
+        """The names of fields that are ignored. Raises RequestError for fields that would change
+        the completion and are not supported.
+        """
+        for name in UNSUPPORTED_FIELDS:
+            if body.get(name):
+                raise RequestError(f"{name} is not supported", name, "unsupported_parameter")
+        if not flag(body, "skip_special_tokens", default=True):
+            raise RequestError(
+                "skip_special_tokens=false is not supported",
+                "skip_special_tokens",
+                "unsupported_parameter",
+            )
+        unknown = tuple(sorted(set(body) - known))
+        if unknown and self.strict_fields:
+            raise RequestError(f"unknown field {unknown[0][:60]!r}", unknown[0][:60])
+        return unknown
+
+    def sampling_fields(self, body: Body) -> dict[str, Any]:
+        """Fields of SamplingParams. Without a seed, every request has another one."""
+        given = {name: body[name] for name in SAMPLING_FIELDS if name in body}
+        if "best_of" in body and body["best_of"] != body.get("n", 1):
+            raise RequestError("best_of must be equal to n", "best_of")
+        if "response_format" in body:
+            if "structured_outputs" in body:
+                raise RequestError(
+                    "give either response_format or structured_outputs", "response_format"
+                )
+            given["structured_outputs"] = parse_response_format(body["response_format"])
+        if "seed" in given:
+            check_whole_number("seed", given["seed"])
+        defaults = {"temperature": 1.0, "seed": secrets.randbits(32)}
+        return defaults | dict(self.model.sampling_defaults) | given
+
+    def max_tokens(self, body: Body, prompt_length: int, default: int, at_least: int) -> int:
+        name = "max_completion_tokens" if "max_completion_tokens" in body else "max_tokens"
+        count = body.get(name, default)
+        check_whole_number(name, count)
+        if count < at_least:
+            raise RequestError(f"{name}={count} must be at least {at_least}", name)
+        if prompt_length + count > self.model.max_length:
+            raise RequestError(
+                f"the maximum length is {self.model.max_length} tokens, but the prompt has "
+                f"{prompt_length} tokens, and {name} is {count}",
+                name if name in body else None,
+                "context_length_exceeded",
+            )
+        return count
+
+    def truncate(self, body: Body, token_ids: list[int]) -> list[int]:
+        """The last `truncate_prompt_tokens` ids; -1 is the maximum length."""
+        name = "truncate_prompt_tokens"
+        count = body.get(name)
+        if count is None:
+            return token_ids
+        check_range(name, count, -1, self.model.max_length, whole=True)
+        if count == 0:
+            raise RequestError(f"{name} must be at least 1, or -1", name)
+        return token_ids[-(self.model.max_length - 1 if count < 0 else count) :]
+
+    def generation_request(
+        self, body: Body, prompt_ids: list[int], params: SamplingParams
+    ) -> GenerationRequest:
+        _, adapter = self.model.find(body.get("model"))
+        salt = text_field(body, "cache_salt")
+        return GenerationRequest(prompt_ids, params, adapter=adapter, cache_salt=salt)
+
+    def api_request(
+        self,
+        body: Body,
+        requests: Sequence[GenerationRequest],
+        ignored: tuple[str, ...],
+        is_chat: bool = False,
+        echoes: tuple[str, ...] = (),
+        logprobs: int | None = None,
+    ) -> ApiRequest:
+        stream = flag(body, "stream")
+        options = object_field(body, "stream_options")
+        if "stream_options" in body and not stream:
+            raise RequestError("stream_options needs stream=true", "stream_options")
+        continuous = bool(options.get("continuous_usage_stats"))
+        return ApiRequest(
+            model=self.model.find(body.get("model"))[0],
+            requests=tuple(requests),
+            is_chat=is_chat,
+            stream=stream,
+            include_usage=bool(options.get("include_usage")) or continuous,
+            continuous_usage=continuous,
+            echoes=echoes,
+            logprobs=logprobs,
+            return_token_ids=flag(body, "return_token_ids"),
+            ignored_fields=ignored,
+        )

@@ -1,0 +1,107 @@
+"""Runs a request on the engine and writes its response, whole or as events."""
+
+import time
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import Any
+
+from maxtext.inference.logprobs import TokenLogprobs
+from maxtext.inference.requests import Completion, CompletionDelta
+from maxtext.inference.server.active import ActiveRequest
+from maxtext.inference.server.choices import ChoiceFormatter, Json, Usage
+from maxtext.inference.server.events import DONE, encode_event
+from maxtext.inference.server.fields import ApiRequest
+from maxtext.inference.server.model import ServedModel
+
+PromptLogprobs = Sequence[TokenLogprobs | None]
+
+
+class ResponseWriter:
+    """Writes the response to one request."""
+
+    def __init__(self, model: ServedModel, request: ApiRequest, active: ActiveRequest):
+        self.request = request
+        self.active = active
+        prompts = [stream.prompt_ids for stream in active.streams]
+        count = request.num_choices
+        self.formatters = [
+            ChoiceFormatter(model, request, index, prompts[index // count])
+            for index in range(len(prompts) * count)
+        ]
+        self.usage = Usage(sum(map(len, prompts)))
+        self.prompt_logprobs: dict[int, PromptLogprobs] = {}  # by prompt
+        # Deltas of other choices that came before the log-probabilities of their prompt.
+        self.waiting: dict[int, list[CompletionDelta]] = {}
+        kind, prefix = (
+            ("chat.completion", "chatcmpl")
+            if request.is_chat
+            else (
+                "text_completion",
+                "cmpl",
+            )
+        )
+        self.head: Json = {
+            "id": f"{prefix}-{uuid.uuid4().hex}",
+            "object": kind,
+            "created": int(time.time()),
+            "model": request.model,
+        }
+
+    async def whole(self) -> Json:
+        """The response without a stream."""
+        completions: dict[int, Completion] = {}
+        async with aclosing(self.active.deltas()) as deltas:
+            async for prompt, delta in deltas:
+                if delta.completion is not None:
+                    self.usage.add(delta.completion)
+                    self.usage.completion_tokens += len(delta.completion.token_ids)
+                    index = prompt * self.request.num_choices + delta.choice
+                    completions[index] = delta.completion
+        choices = []
+        for index, formatter in enumerate(self.formatters):
+            first = completions[index - index % self.request.num_choices]
+            choices.append(formatter.choice(completions[index], first.prompt_logprobs))
+        return {**self.head, "choices": choices, "usage": self.usage.to_json()}
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """The response as server-sent events, one write for what a step of the engine adds."""
+        if self.request.is_chat:
+            self.head["object"] = "chat.completion.chunk"
+        async with aclosing(self.active.deltas()) as deltas:
+            async for prompt, delta in deltas:
+                self.usage.completion_tokens += len(delta.token_ids)
+                if delta.completion is not None:
+                    self.usage.add(delta.completion)
+                events = b"".join(map(self.encode_chunk, self.chunks(prompt, delta)))
+                if events:
+                    yield events
+        last = b""
+        if self.request.include_usage:
+            last = encode_event({**self.head, "choices": [], "usage": self.usage.to_json()})
+        yield last + DONE
+
+    def chunks(self, prompt: int, delta: CompletionDelta) -> list[Json]:
+        """The choices of chunks that can be sent after a delta."""
+        first_index = prompt * self.request.num_choices
+        if not self.request.echoes or self.request.logprobs is None:
+            return self.formatters[first_index + delta.choice].chunks(delta, ())
+        ready = [*self.waiting.pop(prompt, ()), delta]
+        if delta.prompt_logprobs:
+            self.prompt_logprobs[prompt] = delta.prompt_logprobs
+        if prompt not in self.prompt_logprobs:
+            self.waiting[prompt] = ready
+            return []
+        logprobs = self.prompt_logprobs[prompt]
+        return [
+            chunk
+            for each in ready
+            for chunk in self.formatters[first_index + each.choice].chunks(each, logprobs)
+        ]
+
+    def encode_chunk(self, choice: Json) -> bytes:
+        chunk: dict[str, Any] = {**self.head, "choices": [choice]}
+        if self.request.include_usage:
+            continuous = self.request.continuous_usage
+            chunk["usage"] = self.usage.to_json() if continuous else None
+        return encode_event(chunk)

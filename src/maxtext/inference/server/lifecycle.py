@@ -1,0 +1,155 @@
+"""The server as a thread, from a bound socket to the end of its last response."""
+
+import contextlib
+import socket
+import stat
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from maxtext.common.errors import ConfigError, UserError
+from maxtext.common.extras import require
+
+FEATURE = "maxtext serve"
+POLL_SECONDS = 0.1
+START_SECONDS = 30.0
+CLOSE_SECONDS = 5  # for connections that are open when the server ends
+
+
+@dataclass(frozen=True)
+class Tls:
+    """Files of a certificate and its key; both or neither."""
+
+    certificate: str | None = None
+    key: str | None = None
+    authorities: str | None = None
+
+    def check(self) -> None:
+        """Raises ConfigError unless the files are there and fit each other."""
+        import ssl
+
+        if (self.certificate is None) != (self.key is None):
+            raise ConfigError("--ssl-certfile and --ssl-keyfile go together: give both or neither")
+        if self.certificate is None or self.key is None:
+            return
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        try:
+            context.load_cert_chain(self.certificate, self.key)
+            if self.authorities is not None:
+                context.load_verify_locations(self.authorities)
+        except (OSError, ssl.SSLError) as error:
+            raise ConfigError(
+                f"the TLS files {self.certificate} and {self.key} cannot be used: {error}"
+            ) from error
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A TCP socket that is bound, so that a port in use is an error before weights are loaded.
+    Raises ConfigError."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(address)
+        except OSError:
+            listener.close()
+            raise
+    except (OSError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ConfigError(f"{host}:{port} cannot be opened: {reason}") from error
+    return listener
+
+
+def bind_unix(path: str) -> socket.socket:
+    """A unix socket. One at this path that nobody listens on is replaced; raises ConfigError for
+    anything else at the path.
+    """
+    file = Path(path)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if file.exists():
+            if not stat.S_ISSOCK(file.stat().st_mode):
+                raise ConfigError(f"--uds {path}: there is a file that is no socket")
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+                if client.connect_ex(path) == 0:
+                    raise ConfigError(f"--uds {path}: another server listens there")
+            file.unlink()
+        listener.bind(path)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"--uds {path} cannot be opened: {error.strerror or str(error)}"
+        ) from error
+    except ConfigError:
+        listener.close()
+        raise
+    return listener
+
+
+class HttpServer:
+    """Serves an ASGI application on a bound socket, in a thread with an event loop of its own."""
+
+    def __init__(self, app: Any, listener: socket.socket, tls: Tls | None = None):
+        uvicorn = require("uvicorn", FEATURE)
+        tls = tls or Tls()
+        config = uvicorn.Config(
+            app,
+            http="httptools",
+            loop="uvloop",
+            lifespan="off",
+            log_config=None,
+            log_level="critical",  # errors are logged by the application
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=CLOSE_SECONDS,
+            ssl_certfile=tls.certificate,
+            ssl_keyfile=tls.key,
+            ssl_ca_certs=tls.authorities,
+        )
+        self.listener = listener
+        self.server = uvicorn.Server(config)
+        self.thread = threading.Thread(target=self.run, name="maxtext-http", daemon=True)
+
+    def run(self) -> None:
+        # Outside of the main thread, uvicorn leaves the signals alone.
+        self.server.run(sockets=[self.listener])
+
+    def start(self) -> None:
+        """Returns when connections are accepted."""
+        self.thread.start()
+        end = time.monotonic() + START_SECONDS
+        while not self.server.started:
+            if not self.thread.is_alive() or time.monotonic() > end:
+                raise UserError("the HTTP server did not start")
+            time.sleep(0.01)
+
+    def stop(self) -> None:
+        """End the connections and the thread."""
+        self.server.should_exit = True
+        self.thread.join(2 * CLOSE_SECONDS)
+        self.listener.close()
+
+
+def wait_until_stopped(
+    stop: threading.Event, is_healthy: Callable[[], bool], server: HttpServer
+) -> bool:
+    """Wait for `stop`; returns False if the engine or the HTTP server ended before."""
+    while not stop.wait(POLL_SECONDS):
+        if not is_healthy() or not server.thread.is_alive():
+            return False
+    return True
+
+
+def raise_descriptor_limit() -> None:
+    """Every connection needs a file descriptor: allow as many as the system does."""
+    import resource
+
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

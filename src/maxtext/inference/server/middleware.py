@@ -1,0 +1,96 @@
+"""ASGI middleware: the id of a request, API keys, and counts of responses.
+
+It is plain ASGI, since starlette's `BaseHTTPMiddleware` would hide from a response that the client
+has left.
+"""
+
+import hmac
+import re
+import uuid
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from starlette.datastructures import Headers, MutableHeaders
+
+from maxtext.common.log import LOGGER
+from maxtext.inference.server.errors import ApiError
+from maxtext.inference.server.events import Receive, Send, error_response
+from maxtext.inference.server.metrics import ServerMetrics
+
+AsgiApp = Callable[[Any, Receive, Send], Awaitable[None]]
+# Paths that need no key.
+OPEN_PATHS = {"/health", "/ping", "/version", "/metrics"}
+REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+
+
+class RequestMiddleware:
+    """Gives each request an id, in its state and in the header X-Request-Id of the response, and
+    counts responses. An exception that reaches it becomes an error response, if none has begun.
+    """
+
+    def __init__(self, app: AsgiApp, metrics: ServerMetrics, log_requests: bool = False):
+        self.app = app
+        self.metrics = metrics
+        self.log_requests = log_requests
+
+    async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get("x-request-id", "")
+        request_id = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        scope.setdefault("state", {})["request_id"] = request_id
+        status = 0
+
+        async def send_with_id(message: Any) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)["X-Request-Id"] = request_id
+            await send(message)
+
+        try:
+            await self.app(scope, receive, send_with_id)
+        except Exception as error:
+            response = error_response(ApiError.from_exception(error, request_id))
+            if not status:
+                await response(scope, receive, send_with_id)
+        finally:
+            path = getattr(scope.get("route"), "path", "other")
+            self.metrics.count_http(path, status)
+            if self.log_requests:
+                LOGGER.info("%s %s %s %d", request_id, scope["method"], path, status)
+
+
+class KeyMiddleware:
+    """Refuses requests without one of the keys, except for OPEN_PATHS. A key is a bearer token or
+    the header x-api-key.
+    """
+
+    def __init__(self, app: AsgiApp, keys: Sequence[str], protect_metrics: bool = False):
+        self.app = app
+        self.keys = [key.encode() for key in keys]
+        self.open_paths = OPEN_PATHS - ({"/metrics"} if protect_metrics else set())
+
+    async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
+        is_open = scope["type"] != "http" or scope["path"] in self.open_paths
+        if not is_open and not self.has_key(Headers(scope=scope)):
+            error = ApiError(
+                401,
+                "give one of the server's API keys: Authorization: Bearer KEY",
+                "authentication_error",
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+            await error_response(error)(scope, receive, send)
+            return
+        await self.app(scope, receive, send)
+
+    def has_key(self, headers: Headers) -> bool:
+        scheme, _, token = headers.get("authorization", "").partition(" ")
+        given = token.strip() if scheme.lower() == "bearer" else ""
+        given = given or headers.get("x-api-key", "")
+        data = given.encode("latin-1", "replace")
+        # Every key is compared, so that the time does not tell which one is right.
+        matches = [hmac.compare_digest(data, key) for key in self.keys]
+        return bool(given) and any(matches)

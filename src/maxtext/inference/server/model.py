@@ -1,0 +1,136 @@
+"""The model behind the server: its names, its engine, and its texts as token ids."""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from maxtext.common.files import read_json_object
+from maxtext.inference.async_engine import AsyncEngine
+from maxtext.inference.llm import LLM
+from maxtext.inference.server.errors import NOT_FOUND, ApiError
+from maxtext.inference.validation import RequestError
+from maxtext.tokenizers import ChatTemplate, Tokenizer
+from maxtext.tokenizers.token_bytes import text_bytes
+
+# Fields of generation_config.json that are defaults of requests.
+SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+# Variables of a template that a request may not set by chat_template_kwargs.
+RESERVED_VARIABLES = {"messages", "tools", "documents", "add_generation_prompt"}
+
+
+@dataclass
+class ServedModel:
+    """`names` are what `model` may be, besides the names of adapters; responses have the first."""
+
+    llm: LLM
+    engine: AsyncEngine
+    tokenizer: Tokenizer
+    names: Sequence[str]
+    chat_template: ChatTemplate | None = None
+    template_defaults: Mapping[str, Any] = field(default_factory=dict)
+    sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def max_length(self) -> int:
+        """Of prompt and completion together, in tokens."""
+        return self.engine.engine.max_length
+
+    def find(self, name: Any) -> tuple[str, str]:
+        """(name in responses, adapter) of the `model` of a request; None is the first. Raises
+        ApiError for an unknown one.
+        """
+        if name is None or name in self.names:
+            return self.names[0], ""
+        if name in self.llm.adapters.loaded:
+            return name, name
+        raise ApiError(
+            404,
+            f"there is no model {str(name)[:100]!r}; GET /v1/models lists them",
+            NOT_FOUND,
+            param="model",
+            code="model_not_found",
+        )
+
+    def card(self, name: str) -> dict[str, Any]:
+        """A model as /v1/models describes it."""
+        return {
+            "id": name,
+            "object": "model",
+            "created": self.created,
+            "owned_by": "maxtext",
+            "root": self.names[0],
+            "max_model_len": self.max_length,
+        }
+
+    def all_names(self) -> list[str]:
+        return [*self.names, *self.llm.adapters.loaded]
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        if add_special_tokens and self.llm.config.add_bos:
+            return self.tokenizer.encode_prompt(text)
+        return self.tokenizer.encode_with_specials(text)
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any],
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+    ) -> list[int]:
+        """The ids of a conversation. With `continue_final_message` they end with the content of
+        its last message. Raises UserError if the template refuses it.
+        """
+        template = self.chat_template
+        if template is None:
+            raise RequestError(
+                "this model came without a chat template: use /v1/completions", "messages"
+            )
+        reserved = RESERVED_VARIABLES.union(template.special_tokens) - {"tools"}
+        if names := sorted(reserved.intersection(variables)):
+            raise RequestError(
+                f"chat_template_kwargs may not set {names[0]}", "chat_template_kwargs"
+            )
+        variables = {**self.template_defaults, **variables}
+        text = template.render(messages, add_generation_prompt, variables)
+        if continue_final_message:
+            text = cut_after(text, messages[-1].get("content") or "")
+        return self.tokenizer.encode_with_specials(text)
+
+    def token_text(self, token: int) -> str:
+        """A token as text: what it adds to a text, or for special tokens its name. A part of a
+        character is written as bytes:\\xNN.
+        """
+        data = text_bytes(self.tokenizer, token)
+        if not data:
+            return self.tokenizer.id_to_token(token)
+        try:
+            return data.decode("utf-8")
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+    def token_bytes(self, token: int) -> bytes:
+        return text_bytes(self.tokenizer, token)
+
+
+def cut_after(text: str, content: str) -> str:
+    """The rendered conversation up to the end of its last content."""
+    end = text.rfind(content.strip())
+    if not content.strip() or end < 0:
+        raise RequestError(
+            "continue_final_message needs a last message whose content the template writes",
+            "continue_final_message",
+        )
+    return text[: end + len(content.strip())]
+
+
+def read_sampling_defaults(llm: LLM) -> dict[str, Any]:
+    """What generation_config.json of the model says about sampling."""
+    for path in llm.origin[0]:
+        if path.name == "generation_config.json":
+            settings = read_json_object(path)
+            return {
+                name: settings[name] for name in SAMPLING_DEFAULTS if settings.get(name) is not None
+            }
+    return {}

@@ -1,0 +1,134 @@
+"""`maxtext serve`: flags, errors before weights are loaded, and the life of the process."""
+
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+
+import pytest
+
+from maxtext.cli.main import main
+from maxtext.cli.serve import parse_arguments
+from maxtext.common.errors import ConfigError
+
+TINY = ["model_name=qwen3-0.6b", "override_model_config=true", "base_emb_dim=32"]
+TINY += ["base_num_query_heads=2", "base_num_kv_heads=1", "head_dim=16", "base_mlp_dim=48"]
+TINY += ["base_num_decoder_layers=1", "vocab_size=290", "tokenizer_path=byte"]
+TINY += ["max_target_length=256", "per_device_batch_size=2", "attention=dot_product"]
+
+
+def test_defaults(monkeypatch):
+    monkeypatch.setenv("MAXTEXT_API_KEY", "from-environment")
+    parsed = parse_arguments(["models/tiny", "dtype=float32"])
+    assert (parsed.host, parsed.port, parsed.uds) == ("127.0.0.1", 8000, None)
+    assert (parsed.names, parsed.overrides) == (["tiny"], ["dtype=float32"])
+    assert parsed.options.api_keys == ["from-environment"]
+    assert parsed.options.cors_origins == []
+    assert parsed.uses_generation_config
+
+
+def test_flags():
+    parsed = parse_arguments(
+        [
+            "models/tiny",
+            "--served-model-name",
+            "a",
+            "b",
+            "--api-key",
+            "k=1",
+            "--api-key=k2",
+            "--cors",
+            "http://page.test",
+            "--port",
+            "0",
+            "--max-queue",
+            "7",
+            "--log-requests",
+            "--adapter",
+            "lora",
+            "--request-timeout",
+            "0",
+            "--default-chat-template-kwargs",
+            '{"enable_thinking":false}',
+            "--generation-config",
+            "none",
+            "attention=paged",
+        ]
+    )
+    assert (parsed.names, parsed.port, parsed.max_queue) == (["a", "b"], 0, 7)
+    assert parsed.options.api_keys == ["k=1", "k2"]
+    assert parsed.options.cors_origins == ["http://page.test"]
+    assert parsed.options.log_requests
+    assert parsed.options.request_timeout == 0
+    assert parsed.template_defaults == {"enable_thinking": False}
+    assert not parsed.uses_generation_config
+    assert parsed.overrides == ["attention=paged", "lora_input_adapters_path=lora"]
+
+
+@pytest.mark.parametrize(
+    ("args", "reason"),
+    [
+        ([], "which model"),
+        (["--port", "1"], "which model"),
+        (["x", "--port", "70000"], "0 to 65535"),
+        (["x", "--port", "a"], "whole number"),
+        (["x", "--max-queue", "-1"], "whole number"),
+        (["x", "--uds", "s", "--port", "1"], "in place of"),
+        (["x", "--generation-config", "yes"], "auto or none"),
+        (["x", "--default-chat-template-kwargs", "[]"], "JSON object"),
+        (["x", "--workers", "2"], "unknown argument '--workers'"),
+        (["x", "y"], "unknown argument 'y'"),
+    ],
+)
+def test_wrong_flags(args, reason):
+    with pytest.raises(ConfigError, match=reason):
+        parse_arguments(args)
+
+
+def test_errors_come_before_weights_are_loaded(tmp_path, capsys):
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        assert main(["serve", "qwen3-0.6b", "--port", str(port), *TINY]) == 2
+    assert "cannot be opened" in capsys.readouterr().err
+    assert main(["serve", "qwen3-0.6b", "--ssl-certfile", "x", *TINY]) == 2
+    assert "both or neither" in capsys.readouterr().err
+    assert main(["serve", str(tmp_path / "missing")]) == 2
+    assert "neither a folder nor" in capsys.readouterr().err
+    (tmp_path / "file").write_text("x")
+    assert main(["serve", "qwen3-0.6b", "--uds", str(tmp_path / "file"), *TINY]) == 2
+    assert "no socket" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_sigterm_finishes_what_runs():
+    """A stream that runs when the signal comes ends with [DONE], and the exit code is 0."""
+    command = [sys.executable, "-m", "maxtext", "serve", "qwen3-0.6b", "--port", "0", *TINY]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    try:
+        ready = next(
+            (line for line in process.stderr if line.startswith("serving qwen3-0.6b at http")), ""
+        )
+        address = re.search(r"at (http://127\.0\.0\.1:\d+/v1) \(2 at a time, 256 tokens", ready)
+        assert address, ready
+        body = {"prompt": "ab", "max_tokens": 250, "ignore_eos": True, "stream": True}
+        request = urllib.request.Request(
+            f"{address[1]}/completions", json.dumps(body).encode(), method="POST"
+        )
+        with urllib.request.urlopen(request, timeout=120) as response:
+            first = response.readline()
+            process.send_signal(signal.SIGTERM)
+            rest = response.read()
+        assert first.startswith(b"data: ")
+        assert rest.endswith(b"data: [DONE]\n\n")
+        assert process.wait(30) == 0
+        assert "Traceback" not in process.stderr.read()
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()

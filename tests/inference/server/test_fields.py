@@ -1,0 +1,179 @@
+"""Bodies of requests become SamplingParams, or an error that names the field."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from maxtext.inference.server.bodies import parse_body
+from maxtext.inference.server.errors import ApiError
+from maxtext.inference.server.fields import RequestParser
+from maxtext.inference.server.model import cut_after
+from maxtext.inference.streams import EngineError
+from maxtext.inference.validation import RequestError
+
+MESSAGES = [{"role": "user", "content": "ab"}]
+
+
+@pytest.fixture
+def parser():
+    """A model whose tokens are characters, of 40 tokens."""
+    model = SimpleNamespace(
+        max_length=40,
+        sampling_defaults={"top_p": 0.9},
+        encode=lambda text: list(text.encode()),
+        encode_chat=lambda messages, variables, *how: [
+            *"".join(message["content"] for message in messages).encode(),
+            *[1] * len(variables),
+        ],
+        tokenizer=SimpleNamespace(decode=lambda ids: bytes(ids).decode()),
+        find=lambda name: ("tiny", ""),
+    )
+    return RequestParser(model)
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"{", "not JSON"),
+        (b"[]", "object"),
+        (b"\xff\xfe", "not JSON"),
+        (b'{"a": NaN}', "NaN"),
+        (b'{"a": 1e999}', "too large"),
+        (b'{"a": "\\ud800"}', "surrogate"),
+        (b"[" * 100_000, "not JSON"),
+        (b'{"a": ' + b"9" * 5000 + b"}", "not JSON"),
+    ],
+)
+def test_body_that_is_no_standard_json_object_is_refused(data, reason):
+    with pytest.raises(RequestError, match=reason):
+        parse_body(data)
+
+
+def test_null_is_absent():
+    assert parse_body(b'{"a": null, "b": 0}') == {"b": 0}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", -1),
+        ("temperature", "warm"),
+        ("temperature", True),
+        ("top_p", 0),
+        ("top_k", -2),
+        ("min_p", 2),
+        ("n", 0),
+        ("n", 1.5),
+        ("max_tokens", -1),
+        ("max_tokens", 0),
+        ("max_tokens", "9"),
+        ("max_completion_tokens", 0),
+        ("stop", [1]),
+        ("seed", "x"),
+        ("seed", 2**70),
+        ("logit_bias", {"x": 1}),
+        ("presence_penalty", 9),
+        ("repetition_penalty", 0),
+        ("stream", "yes"),
+        ("stream_options", {"include_usage": True}),
+        ("response_format", {"type": "yaml"}),
+        ("best_of", 5),
+        ("logprobs", 21),
+        ("prompt", []),
+        ("prompt", [[1], "x"]),
+        ("prompt", {"a": 1}),
+        ("suffix", "x"),
+        ("echo", 1),
+        ("cache_salt", 1),
+        ("truncate_prompt_tokens", 0),
+        ("skip_special_tokens", False),
+    ],
+)
+def test_wrong_value_names_its_field(parser, name, value):
+    with pytest.raises(RequestError) as caught:
+        parser.completion({"prompt": "x", name: value})
+    assert caught.value.param == name
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("messages", []),
+        ("messages", [{"content": "x"}]),
+        ("messages", [{"role": "user", "content": [{"type": "image_url"}]}]),
+        ("messages", [{"role": "user", "content": None}]),
+        ("top_logprobs", 3),
+        ("tools", [{"type": "function"}]),
+        ("chat_template", "{{ messages }}"),
+        ("chat_template_kwargs", {"tools": []}),
+    ],
+)
+def test_wrong_field_of_chat(parser, field, value):
+    with pytest.raises(RequestError) as caught:
+        parser.chat({"messages": MESSAGES, field: value})
+    assert caught.value.param == field
+
+
+def test_defaults(parser):
+    """Those of OpenAI's API, below those of the model, below the request's own."""
+    (request,) = parser.completion({"prompt": "abc"}).requests
+    assert request.prompt == [97, 98, 99]
+    assert (request.params.max_new_tokens, request.params.temperature) == (16, 1.0)
+    assert request.params.top_p == 0.9
+    (request,) = parser.completion({"prompt": "abc", "top_p": 0.5}).requests
+    assert request.params.top_p == 0.5
+    (request,) = parser.chat({"messages": MESSAGES}).requests
+    assert request.params.max_new_tokens == 38  # what is left of 40
+
+
+def test_requests_without_seed_differ(parser):
+    seeds = {parser.completion({"prompt": "a"}).requests[0].params.seed for _ in range(4)}
+    assert len(seeds) == 4
+
+
+def test_prompts_of_one_request_have_seeds_of_their_own(parser):
+    first, second = parser.completion({"prompt": ["a", "a"], "seed": 7}).requests
+    assert first.params.seed == 7 != second.params.seed
+
+
+def test_parts_of_text_are_joined(parser):
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    (request,) = parser.chat({"messages": [{"role": "user", "content": parts}]}).requests
+    assert request.prompt == [97, 98]
+
+
+def test_too_long_names_both_numbers(parser):
+    with pytest.raises(RequestError, match=r"40 tokens.* 35 tokens.* 6") as caught:
+        parser.completion({"prompt": "x" * 35, "max_tokens": 6})
+    assert caught.value.code == "context_length_exceeded"
+    body = {"prompt": "x" * 35, "max_tokens": 6, "truncate_prompt_tokens": 3}
+    assert parser.completion(body).requests[0].prompt == [120] * 3
+
+
+def test_reasoning_effort_none_disables_thinking(parser):
+    (request,) = parser.chat({"messages": MESSAGES, "reasoning_effort": "none"}).requests
+    assert request.prompt == [97, 98, 1, 1]  # two variables of the template
+
+
+def test_unknown_names(parser):
+    assert parser.completion({"prompt": "a", "chat_id": "x"}).ignored_fields == ("chat_id",)
+    strict = RequestParser(parser.model, strict_fields=True)
+    with pytest.raises(RequestError, match="chat_id"):
+        strict.completion({"prompt": "a", "chat_id": "x"})
+
+
+def test_cut_after_content():
+    assert cut_after("<u>a</u><a>b c</a>", " b c ") == "<u>a</u><a>b c"
+    with pytest.raises(RequestError):
+        cut_after("<u>a</u>", "b")
+
+
+def test_errors_become_statuses(caplog):
+    full = ApiError.from_exception(EngineError("full", "queue_full", retry_after=2.4), "id1")
+    assert (full.status, full.code, full.headers) == (429, "queue_full", {"Retry-After": "2"})
+    wrong = ApiError.from_exception(RequestError("no", "max_new_tokens"), "id1")
+    assert (wrong.status, wrong.param) == (400, "max_tokens")
+    fault = ApiError.from_exception(ZeroDivisionError("secret"), "id1")
+    assert (fault.status, fault.code) == (500, "internal_error")
+    assert "secret" not in str(fault)
+    assert "id1" in str(fault)

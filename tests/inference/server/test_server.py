@@ -1,0 +1,381 @@
+"""The server with its real clients. Greedy completions and log-probabilities are compared with
+transformers.
+"""
+
+import json
+import socket
+import time
+
+import httpx
+import pytest
+
+from maxtext.inference.server import events as events_module
+from maxtext.inference.server.errors import NOT_FOUND
+from tests.inference.conftest import WORDS
+from tests.inference.server.local_server import KEY, run_server
+
+torch = pytest.importorskip("torch")
+
+PROMPT = "w5 w12 w31"
+MESSAGES = [{"role": "user", "content": "w5 w12"}]
+CHAT_IDS = [5, 12, 9]  # by the template of the fixture
+LONG = {"prompt": "w5", "max_tokens": 120, "temperature": 0, "ignore_eos": True}
+EOS = 1
+
+
+def prompt_ids(text):
+    """One token a word, after <s>."""
+    return [0, *(int(word[1:]) for word in text.split())]
+
+
+def log_softmax(model, ids):
+    with torch.no_grad():
+        return torch.log_softmax(model(torch.tensor([ids])).logits[0].float(), -1)
+
+
+def greedy(model, ids, count):
+    """(new ids, their log-probabilities), up to the end-of-sequence token."""
+    new, logprobs = [], []
+    while len(new) < count and EOS not in new:
+        last = log_softmax(model, [*ids, *new])[-1]
+        new.append(int(last.argmax()))
+        logprobs.append(float(last.max()))
+    return new, logprobs
+
+
+def text_of(new):
+    return "".join(f" {WORDS[token]}" for token in new if token > EOS)
+
+
+def post(http, path, **body):
+    response = http.post(path, json={"model": "tiny", **body})
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def events(http, path, **body):
+    """The events of a stream, which ends with [DONE]."""
+    with http.stream("POST", path, json={"model": "tiny", "stream": True, **body}) as response:
+        text = b"".join(response.iter_bytes()).decode()
+        assert response.status_code == 200, text
+        assert response.headers["content-type"].startswith("text/event-stream")
+    blocks = [block for block in text.split("\n\n") if block and not block.startswith(":")]
+    assert blocks.pop() == "data: [DONE]"
+    return [json.loads(block.removeprefix("data: ")) for block in blocks]
+
+
+def check_error(response, status, code=None, param=None):
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"]
+    assert (response.status_code, error["code"], error["param"]) == (status, code, param)
+    return error
+
+
+def metric(http, name, **labels):
+    """The sum of the samples of a metric that have these labels."""
+    total = 0.0
+    for line in http.get("/metrics").text.splitlines():
+        sample, _, value = line.rpartition(" ")
+        if sample.partition("{")[0] == f"maxtext:{name}" and all(
+            f'{label}="{text}"' in sample for label, text in labels.items()
+        ):
+            total += float(value)
+    return total
+
+
+def wait_until_idle(http):
+    names = ("num_requests_running", "num_requests_waiting", "kv_pages_in_use")
+    end = time.monotonic() + 15
+    while any(metric(http, name) for name in names):
+        assert time.monotonic() < end, "requests are still running"
+        time.sleep(0.05)
+
+
+def test_models(openai_client):
+    assert [each.id for each in openai_client.models.list().data] == ["tiny", "alias"]
+    model = openai_client.models.retrieve("alias").model_dump()
+    assert (model["object"], model["max_model_len"]) == ("model", 128)
+
+
+def test_completion_equals_transformers(openai_client, model):
+    ids = prompt_ids(PROMPT)
+    new, _ = greedy(model, ids, 10)
+    result = openai_client.completions.create(
+        model="tiny", prompt=PROMPT, max_tokens=10, temperature=0
+    )
+    (choice,) = result.choices
+    assert choice.text.split() == text_of(new).split()
+    assert choice.finish_reason == ("stop" if new[-1] == EOS else "length")
+    usage = result.usage
+    assert (usage.prompt_tokens, usage.completion_tokens) == (len(ids), len(new))
+    assert usage.total_tokens == len(ids) + len(new)
+
+
+def test_choices_are_ordered_by_prompt_and_then_by_n(http, model):
+    prompts = [prompt_ids("w5"), prompt_ids("w6 w7")]
+    body = {"prompt": prompts, "n": 2, "max_tokens": 5, "temperature": 0, "return_token_ids": True}
+    choices = post(http, "/v1/completions", **body)["choices"]
+    expected = [greedy(model, ids, 5)[0] for ids in prompts]
+    assert [each["index"] for each in choices] == [0, 1, 2, 3]
+    assert [each["token_ids"] for each in choices] == [row for row in expected for _ in range(2)]
+    assert [each.get("prompt_token_ids") for each in choices] == [
+        prompts[0],
+        None,
+        prompts[1],
+        None,
+    ]
+
+
+def test_logprobs_and_echo_equal_transformers(http, model):
+    ids = prompt_ids(PROMPT)
+    rows = log_softmax(model, ids)
+    expected = [float(rows[index - 1][ids[index]]) for index in range(1, len(ids))]
+    new, new_logprobs = greedy(model, ids, 1)
+    body = {"prompt": [ids], "logprobs": 2, "echo": True, "temperature": 0}
+    for count in (1, 0):
+        (choice,) = post(http, "/v1/completions", **body, max_tokens=count)["choices"]
+        logprobs = choice["logprobs"]
+        assert logprobs["token_logprobs"][0] is logprobs["top_logprobs"][0] is None
+        numbers = [*expected, *new_logprobs[:count]]
+        assert logprobs["token_logprobs"][1:] == pytest.approx(numbers, abs=2e-3)
+        assert logprobs["tokens"] == [WORDS[token] for token in [*ids, *new[:count]]]
+        for number, top in zip(numbers, logprobs["top_logprobs"][1:], strict=True):
+            assert 2 <= len(top) <= 3
+            assert any(value == pytest.approx(number, abs=2e-3) for value in top.values())
+        assert len(logprobs["text_offset"]) == len(ids) + count
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_stream_equals_whole_response(http, n):
+    body = {"prompt": ["w5 w6", "w8"], "max_tokens": 9, "temperature": 0.9, "seed": 3, "n": n}
+    body |= {"logprobs": 1, "echo": True}
+    whole = post(http, "/v1/completions", **body)
+    chunks = events(http, "/v1/completions", **body, stream_options={"include_usage": True})
+    assert len({chunk["id"] for chunk in chunks}) == 1
+    assert chunks[-1]["choices"] == []
+    assert chunks[-1]["usage"] == whole["usage"]
+    assert all(chunk["usage"] is None for chunk in chunks[:-1])
+    for choice in whole["choices"]:
+        parts = [
+            part
+            for chunk in chunks
+            for part in chunk["choices"]
+            if part["index"] == choice["index"]
+        ]
+        assert "".join(part["text"] for part in parts) == choice["text"]
+        reasons = [part["finish_reason"] for part in parts if part["finish_reason"]]
+        assert reasons == [choice["finish_reason"]]
+        for name, numbers in choice["logprobs"].items():
+            assert [each for part in parts for each in part["logprobs"][name]] == numbers
+
+
+def test_seed_repeats_and_choices_differ(http):
+    body = {"prompt": PROMPT, "max_tokens": 12, "temperature": 1.5, "n": 3}
+    texts = [
+        [choice["text"] for choice in post(http, "/v1/completions", **body, seed=seed)["choices"]]
+        for seed in (7, 7, 8)
+    ]
+    assert texts[0] == texts[1] != texts[2]
+    assert len(set(texts[0])) > 1
+
+
+def test_stop_text(http, model):
+    new = greedy(model, prompt_ids(PROMPT), 8)[0]
+    stop = WORDS[new[4]]
+    body = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0, "stop": [stop]}
+    (choice,) = post(http, "/v1/completions", **body)["choices"]
+    before = new[: new.index(new[4])]
+    assert choice["text"].split() == text_of(before).split()
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", stop)
+    text = "".join(
+        part["text"]
+        for chunk in events(http, "/v1/completions", **body)
+        for part in chunk["choices"]
+    )
+    assert text == choice["text"]
+
+
+def test_chat_equals_transformers(openai_client, model):
+    new, _ = greedy(model, CHAT_IDS, 8)
+    for limit in ("max_tokens", "max_completion_tokens"):
+        result = openai_client.chat.completions.create(
+            model="tiny", messages=MESSAGES, temperature=0, **{limit: 8}
+        )
+        assert result.choices[0].message.role == "assistant"
+        assert result.choices[0].message.content.split() == text_of(new).split()
+        assert result.usage.prompt_tokens == len(CHAT_IDS)
+
+
+def test_chat_stream(openai_client, http):
+    body = {"messages": MESSAGES, "temperature": 0, "max_tokens": 8}
+    body |= {"logprobs": True, "top_logprobs": 2}
+    whole = post(http, "/v1/chat/completions", **body)["choices"][0]
+    chunks = [chunk["choices"][0] for chunk in events(http, "/v1/chat/completions", **body)]
+    assert chunks[0]["delta"] == {"role": "assistant", "content": ""}
+    assert chunks[-1]["delta"] == {}
+    assert chunks[-1]["finish_reason"] == whole["finish_reason"]
+    text = "".join(chunk["delta"].get("content", "") for chunk in chunks)
+    assert text == whole["message"]["content"]
+    content = [
+        token for chunk in chunks if chunk["logprobs"] for token in chunk["logprobs"]["content"]
+    ]
+    assert content == whole["logprobs"]["content"]
+    assert all(len(token["top_logprobs"]) == 2 for token in content)
+    stop = text.split()[4]
+    arguments = {"model": "tiny", "messages": MESSAGES, "temperature": 0, "stop": stop}
+    with openai_client.chat.completions.stream(**arguments) as stream:
+        final = stream.get_final_completion()
+    assert final.choices[0].message.content == text[: text.index(stop)]
+
+
+def test_template_variables_and_errors(http, model):
+    body = {"messages": MESSAGES, "temperature": 0, "max_tokens": 3, "return_token_ids": True}
+    variables = {"thinking": True}
+    (choice,) = post(http, "/v1/chat/completions", **body, chat_template_kwargs=variables)[
+        "choices"
+    ]
+    assert choice["prompt_token_ids"] == [5, 12, 7, 9]
+    assert choice["token_ids"] == greedy(model, [5, 12, 7, 9], 3)[0]
+    robots = [{"role": "robot", "content": "w5"}]
+    response = http.post("/v1/chat/completions", json={"messages": robots})
+    assert "no robots" in check_error(response, 400, param="messages")["message"]
+    wrong = {"messages": MESSAGES, "chat_template_kwargs": {"bos_token": "x"}}
+    check_error(http.post("/v1/chat/completions", json=wrong), 400, param="chat_template_kwargs")
+
+
+def test_tokenize_and_detokenize(http):
+    result = post(http, "/tokenize", prompt=PROMPT, return_token_strs=True)
+    assert result["tokens"] == prompt_ids(PROMPT)
+    assert result["token_strs"] == ["<s>", *PROMPT.split()]
+    assert (result["count"], result["max_model_len"]) == (4, 128)
+    assert post(http, "/tokenize", messages=MESSAGES)["tokens"] == CHAT_IDS
+    assert post(http, "/detokenize", tokens=[5, 12])["prompt"] == "w5 w12"
+    check_error(http.post("/detokenize", json={"tokens": "x"}), 400, param="tokens")
+    info = http.get("/tokenizer_info").json()
+    assert (info["bos_token"], info["eos_token"]) == ("<s>", "</s>")
+
+
+def test_errors_have_the_envelope_of_openai(http, openai_client):
+    import openai
+
+    completions = "/v1/completions"
+    unknown = http.post(completions, json={"model": "gpt-9", "prompt": "w5"})
+    assert check_error(unknown, 404, "model_not_found", "model")["type"] == NOT_FOUND
+    check_error(http.get("/v1/nothing"), 404)
+    check_error(http.get(completions), 405)
+    check_error(http.post(completions, content=b"{"), 400)
+    check_error(http.post(completions, json={"prompt": [10**9]}), 400, param="prompt")
+    check_error(
+        http.post(completions, json={"prompt": "w5", "logit_bias": {"999": 1}}),
+        400,
+        param="logit_bias",
+    )
+    check_error(http.post(completions, content=b" " * 100_001), 413)
+    check_error(http.post(completions, content=b"x", headers={"Content-Encoding": "gzip"}), 415)
+    check_error(http.post("/v1/embeddings", json={}), 404)
+    too_long = {"prompt": [5] * 125, "max_tokens": 9}
+    for stream in (False, True):
+        response = http.post(completions, json={**too_long, "stream": stream})
+        check_error(response, 400, "context_length_exceeded", "max_tokens")
+    with pytest.raises(openai.BadRequestError):
+        openai_client.completions.create(model="tiny", prompt="w5", temperature=-1)
+
+
+def test_fields_without_meaning_are_named(http):
+    body = {"prompt": "w5", "max_tokens": 1, "chat_id": "x", "user": "u", "seed": None}
+    response = http.post("/v1/completions", json=body, headers={"X-Request-Id": "my-id"})
+    assert response.status_code == 200
+    assert response.headers["x-ignored-fields"] == "chat_id"
+    assert response.headers["x-request-id"] == "my-id"
+
+
+def test_keys(server):
+    with httpx.Client(base_url=server[1]) as bare:
+        body = {"prompt": "w5", "max_tokens": 1}
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": KEY}):
+            for path in ("/v1/completions", "/tokenize", "/v1/nothing"):
+                response = bare.post(path, json=body, headers=headers)
+                check_error(response, 401, "invalid_api_key")
+                assert response.headers["www-authenticate"] == "Bearer"
+        for headers in ({"x-api-key": KEY}, {"Authorization": "bearer other"}):
+            assert bare.post("/v1/completions", json=body, headers=headers).status_code == 200
+        for path in ("/health", "/ping", "/version", "/metrics"):
+            assert bare.get(path).status_code == 200
+
+
+def test_cors(server):
+    ask = {
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Headers": "content-type",
+    }
+    with httpx.Client(base_url=server[1]) as bare:
+        for origin, allowed in (("http://page.test", True), ("http://evil.test", False)):
+            response = bare.options("/v1/completions", headers={"Origin": origin, **ask})
+            assert (response.headers.get("access-control-allow-origin") == origin) == allowed
+
+
+def test_metrics_count_exactly(http):
+    wait_until_idle(http)
+    names = ("prompt_tokens_total", "generation_tokens_total")
+    before = [metric(http, name) for name in names]
+    num_length = metric(http, "request_success_total", finished_reason="length")
+    usage = post(http, "/v1/completions", **LONG | {"max_tokens": 13})["usage"]
+    wait_until_idle(http)
+    assert [metric(http, name) - start for name, start in zip(names, before, strict=True)] == [
+        usage["prompt_tokens"],
+        13,
+    ]
+    assert metric(http, "request_success_total", finished_reason="length") == num_length + 1
+    assert metric(http, "http_requests_total", path="/v1/completions", status="200") > 0
+    assert metric(http, "time_to_first_token_seconds_count") > 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_client_that_leaves_frees_its_slots(http, server, stream):
+    wait_until_idle(http)
+    num_aborted = metric(http, "request_success_total", finished_reason="abort")
+    num_tokens = metric(http, "generation_tokens_total")
+    body = json.dumps({**LONG, "n": 128, "stream": stream}).encode()
+    url = httpx.URL(server[1])
+    with socket.create_connection((url.host, url.port)) as connection:
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nx-api-key: {KEY}\r\n"
+        connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        if stream:
+            connection.recv(100)
+        else:
+            time.sleep(0.1)
+    wait_until_idle(http)
+    assert metric(http, "generation_tokens_total") - num_tokens < 128 * 120
+    assert metric(http, "request_success_total", finished_reason="abort") > num_aborted
+
+
+@pytest.mark.slow
+def test_full_queue_and_draining(llm, few_programs, monkeypatch):
+    """One sequence runs and one waits: the third is refused. A draining server refuses new
+    requests, finishes the running one and drops the waiting one.
+    """
+    monkeypatch.setattr(events_module, "FIRST_EVENT_SECONDS", 0.05)
+    with run_server(llm, slots=1, max_queue=1) as (model, url):
+        step = model.engine.step
+
+        def slow_step():
+            time.sleep(0.1)
+            step()
+
+        monkeypatch.setattr(model.engine, "step", slow_step)
+        body = {**LONG, "max_tokens": 60, "stream": True}
+        with (
+            httpx.Client(base_url=url, timeout=60) as client,
+            client.stream("POST", "/v1/completions", json=body) as first,
+            client.stream("POST", "/v1/completions", json=body) as second,
+        ):
+            third = client.post("/v1/completions", json=body)
+            check_error(third, 429, "queue_full")
+            assert int(third.headers["retry-after"]) >= 1
+            assert model.engine.drain(30)
+            check_error(client.get("/health"), 503, "draining")
+            check_error(client.post("/v1/completions", json=body), 503, "draining")
+            assert first.read().endswith(b"data: [DONE]\n\n")
+            (event,) = second.read().decode().strip().split("\n\n")
+            assert json.loads(event.removeprefix("data: "))["error"]["code"] == "draining"
