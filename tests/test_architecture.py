@@ -33,6 +33,7 @@ DOORS = {
     "train",
     "decode",
     "losses",
+    "rewards",
     "sft_trainer",
     "train_compile",
     "tune",

@@ -22,6 +22,7 @@ EXTRAS = [
     "plot",
     "prometheus",
     "serve",
+    "math",
     "test",
 ]
 

@@ -5,11 +5,11 @@ TYPE_CHECKING = False  # type checkers assume True; importing typing itself woul
 if TYPE_CHECKING:
     from typing import Any
 
-    from maxtext import losses, tune
+    from maxtext import losses, rewards, tune
     from maxtext.inference.llm import LLM
     from maxtext.models.configuration import config
 
-__all__ = ["LLM", "__version__", "config", "losses", "tune"]
+__all__ = ["LLM", "__version__", "config", "losses", "rewards", "tune"]
 
 
 def __getattr__(name: str) -> "Any":
@@ -22,7 +22,7 @@ def __getattr__(name: str) -> "Any":
         from maxtext.inference.llm import LLM
 
         return LLM
-    if name in ("losses", "tune"):
+    if name in ("losses", "rewards", "tune"):
         import importlib
 
         return importlib.import_module(f"maxtext.{name}")

@@ -25,6 +25,7 @@ EXTRA_OF = {
     "uvicorn": "serve",
     "uvloop": "serve",
     "httptools": "serve",
+    "math_verify": "math",
     "libtpu": "tpu",
 }
 

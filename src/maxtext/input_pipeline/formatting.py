@@ -64,9 +64,9 @@ class FormattingFunction:
         return row
 
 
-def load_function(path: str) -> Callable[..., Any]:
-    """The function of a dotted path, or of file.py:name. Raises ConfigError."""
-    key = f"formatting_func_path={path}"
+def load_function(path: str, key: str = "formatting_func_path") -> Callable[..., Any]:
+    """The function of a dotted path, or of file.py:name. Raises ConfigError, which names `key`."""
+    key = f"{key}={path}"
     file, _, name = path.rpartition(":")
     dotted, _, last = path.rpartition(".")
     if not file and not dotted:
