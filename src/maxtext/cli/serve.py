@@ -51,6 +51,7 @@ class ServeArguments:
     drain_timeout: float
     template_defaults: dict[str, Any]
     uses_generation_config: bool
+    tool_parser: str | None  # None: by the chat template
     tls: "Tls"
     options: "ServerOptions"
 
@@ -109,6 +110,7 @@ def serve(parsed: ServeArguments, model: ResolvedModel, listener: socket.socket)
 def build_model(parsed: ServeArguments, session: GenerationSession) -> "ServedModel":
     from maxtext.inference.async_engine import AsyncEngine
     from maxtext.inference.server.model import ServedModel, read_sampling_defaults
+    from maxtext.inference.server.tools import find_parser
     from maxtext.tokenizers import chat_template
 
     template = chat_template(session.config, session.tokenizer)
@@ -123,6 +125,7 @@ def build_model(parsed: ServeArguments, session: GenerationSession) -> "ServedMo
         chat_template=template,
         template_defaults=parsed.template_defaults,
         sampling_defaults=defaults,
+        tool_parser=parsed.tool_parser or find_parser(template.source if template else ""),
     )
 
 
@@ -149,6 +152,7 @@ def print_ready(parsed: ServeArguments, model: "ServedModel", listener: socket.s
 def parse_arguments(args: list[str]) -> ServeArguments:
     """Raises ConfigError for the first flag that is wrong."""
     from maxtext.inference.server.lifecycle import Tls
+    from maxtext.inference.server.tools import PARSERS
 
     if not args or args[0].startswith("-") or "=" in args[0]:
         raise ConfigError("which model? maxtext serve DIR [flags] [key=value ...]")
@@ -171,6 +175,7 @@ def parse_arguments(args: list[str]) -> ServeArguments:
     template_defaults = parse_template_defaults(
         arguments.take_value(args, "--default-chat-template-kwargs")
     )
+    tool_parser = arguments.take_option(args, "--tool-call-parser", PARSERS)
     options = parse_options(args)
     unknown = [arg for arg in args if arg.startswith("-") or "=" not in arg]
     if unknown:
@@ -189,6 +194,7 @@ def parse_arguments(args: list[str]) -> ServeArguments:
         drain_timeout=30.0 if drain_timeout is None else drain_timeout,
         template_defaults=template_defaults,
         uses_generation_config=source != "none",
+        tool_parser=tool_parser,
         tls=tls,
         options=options,
     )

@@ -17,9 +17,9 @@ TEMPLATE = (
 
 
 @contextlib.contextmanager
-def run_server(llm, max_queue=200, slots=8, **options):
+def run_server(llm, max_queue=200, slots=8, length=128, **options):
     """(model, base URL) of a server on a free port."""
-    engine = AsyncEngine(llm, slots=slots, length=128, max_queue=max_queue)
+    engine = AsyncEngine(llm, slots=slots, length=length, max_queue=max_queue)
     template = ChatTemplate(TEMPLATE, "this model", llm.tokenizer.special_tokens)
     model = ServedModel(llm, engine, llm.tokenizer, ["tiny", "alias"], chat_template=template)
     listener = bind("127.0.0.1", 0)

@@ -375,7 +375,8 @@ def test_full_queue_and_draining(llm, few_programs, monkeypatch):
             assert int(third.headers["retry-after"]) >= 1
             assert model.engine.drain(30)
             check_error(client.get("/health"), 503, "draining")
-            check_error(client.post("/v1/completions", json=body), 503, "draining")
+            for refused in (body, {"prompt": []}):
+                check_error(client.post("/v1/completions", json=refused), 503, "draining")
             assert first.read().endswith(b"data: [DONE]\n\n")
             (event,) = second.read().decode().strip().split("\n\n")
             assert json.loads(event.removeprefix("data: "))["error"]["code"] == "draining"

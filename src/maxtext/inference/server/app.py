@@ -151,6 +151,7 @@ class Endpoints:
         return await self.generate(request, self.parser.chat)
 
     async def generate(self, request: Request, parse: Callable[[Body], ApiRequest]) -> Response:
+        self.model.engine.check_accepts(0)  # a draining server does not read bodies
         body = await self.read_body(request)
         self.model.find(body.get("model"))
 

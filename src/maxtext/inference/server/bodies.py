@@ -108,6 +108,22 @@ def parse_message(message: Any, name: str) -> dict[str, Any]:
                     "messages",
                 )
         content = "".join(part["text"] for part in content)
+    if not isinstance(message.get("tool_calls") or [], list):
+        raise RequestError(f"{name}.tool_calls must be a list", "messages")
     if not isinstance(content, str) and (content is not None or not message.get("tool_calls")):
         raise RequestError(f"{name}.content must be text or parts of text", "messages")
+    if message.get("tool_calls"):
+        message = {**message, "tool_calls": [parse_call(each) for each in message["tool_calls"]]}
     return {**message, "content": content}
+
+
+def parse_call(call: Any) -> Any:
+    """A call of a message, with its arguments as an object, which templates write as JSON."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise RequestError("tool_calls of a message must have functions with names", "messages")
+    try:
+        arguments = json.loads(function.get("arguments") or "{}")
+    except (TypeError, ValueError, RecursionError):
+        return call
+    return {**call, "function": {**function, "arguments": arguments}}

@@ -10,6 +10,7 @@ from maxtext.inference.requests import Completion, CompletionDelta
 from maxtext.inference.server.errors import SERVER_ERROR, ApiError
 from maxtext.inference.server.fields import ApiRequest
 from maxtext.inference.server.model import ServedModel
+from maxtext.inference.server.tools import ToolCallFormatter
 
 Json = dict[str, Any]
 FINISH_REASONS = {"end": "stop", "stop": "stop", "length": "length"}
@@ -47,6 +48,9 @@ class ChoiceFormatter:
         self.index = index
         self.prompt_ids = prompt
         self.echo = request.echoes[index // request.num_choices] if request.echoes else ""
+        self.parser = request.tools.parser(model.tool_parser)
+        self.calls = ToolCallFormatter()
+        self.held_logprobs: list[Json] = []  # of text that the parser holds back
         self.is_first = True
         # Counts the characters before each token; a character ends with the last of its tokens.
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -122,13 +126,12 @@ class ChoiceFormatter:
         )
         content: Json = {"text": self.echo + delta.text}
         if self.request.is_chat:
-            message = {"role": "assistant", "content": delta.text, "refusal": None}
-            content = {"message": message}
+            content = {"message": self.message(delta.text)}
         return {
             "index": self.index,
             **content,
             "logprobs": self.delta_logprobs(delta, prompt_logprobs),
-            **finish(completion),
+            **self.finish(completion),
             **self.extras(delta),
         }
 
@@ -138,24 +141,50 @@ class ChoiceFormatter:
         """The choices of the chunks of a stream that a delta becomes; none if it adds nothing."""
         logprobs = self.delta_logprobs(delta, prompt_logprobs)
         extras = self.extras(delta)
+        if self.request.is_chat:
+            return self.chat_chunks(delta, logprobs, extras)
         has_content = bool(delta.text or (delta.token_ids and (logprobs or extras)))
-        end = finish(delta.completion)
-        if not self.request.is_chat:
-            text = self.echo + delta.text if self.is_first else delta.text
-            if not has_content and not text and delta.completion is None:
-                return []
-            self.is_first = False
-            return [{"index": self.index, "text": text, "logprobs": logprobs, **end, **extras}]
+        text = self.echo + delta.text if self.is_first else delta.text
+        if not has_content and not text and delta.completion is None:
+            return []
+        self.is_first = False
+        end = self.finish(delta.completion)
+        return [{"index": self.index, "text": text, "logprobs": logprobs, **end, **extras}]
+
+    def chat_chunks(
+        self, delta: CompletionDelta, logprobs: Json | None, extras: Json
+    ) -> list[Json]:
+        """The role first, then content and calls, then the reason of the end."""
+        is_last = delta.completion is not None
+        self.held_logprobs += logprobs["content"] if logprobs else []
+        parts = [self.calls.add(part) for part in self.parser.add(delta.text, is_last)]
+        if not parts and delta.token_ids and (extras or (is_last and self.held_logprobs)):
+            parts = [{"content": ""}]
         chunks: list[Json] = []
-        if self.is_first and (has_content or delta.completion is not None):
+        if self.is_first and (parts or is_last):
             self.is_first = False
             chunks.append({"delta": {"role": "assistant", "content": ""}, "logprobs": None})
-        if has_content:
-            content = {"content": delta.text}
-            chunks.append({"delta": content, "logprobs": logprobs, **extras})
-        if delta.completion is not None:
-            chunks.append({"delta": {}, "logprobs": None, **end})
+        for part in parts:
+            entry = {"content": self.held_logprobs, "refusal": None} if logprobs else None
+            chunks.append({"delta": part, "logprobs": entry, **extras})
+            self.held_logprobs, extras = [], {}
+        if is_last:
+            chunks.append({"delta": {}, "logprobs": None, **self.finish(delta.completion)})
         return [{"index": self.index, "finish_reason": None, **chunk} for chunk in chunks]
+
+    def message(self, text: str) -> Json:
+        parts = [self.calls.add(part) for part in self.parser.add(text, last=True)]
+        content = "".join(part.get("content", "") for part in parts)
+        message: Json = {"role": "assistant", "content": content, "refusal": None}
+        if self.calls.calls:
+            message |= {"content": content or None, "tool_calls": self.calls.calls}
+        return message
+
+    def finish(self, completion: Completion | None) -> Json:
+        end = finish(completion)
+        if self.calls.calls and end["finish_reason"] == "stop":
+            end["finish_reason"] = "tool_calls"
+        return end
 
 
 def finish(completion: Completion | None) -> Json:

@@ -2,7 +2,7 @@
 
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from maxtext.common.errors import UserError
@@ -18,6 +18,7 @@ from maxtext.inference.server.bodies import (
     text_field,
 )
 from maxtext.inference.server.model import ServedModel
+from maxtext.inference.server.tools import ToolOptions, parse_tools
 from maxtext.inference.structured_outputs import parse_response_format
 from maxtext.inference.validation import RequestError, check_range, check_whole_number
 
@@ -111,6 +112,7 @@ class ApiRequest:
     continuous_usage: bool = False  # in every chunk
     echoes: tuple[str, ...] = ()
     logprobs: int | None = None
+    tools: ToolOptions = field(default_factory=ToolOptions)
     return_token_ids: bool = False
     ignored_fields: tuple[str, ...] = ()  # names that mean nothing here
 
@@ -170,28 +172,27 @@ class RequestParser:
             raise RequestError("top_logprobs needs logprobs=true", "top_logprobs")
         logprobs = num_top if wants_logprobs else None
         fields = self.sampling_fields(body) | {"logprobs": logprobs}
+        tools = parse_tools(body)
+        if (constraint := tools.constraint()) is not None:
+            if fields.get("structured_outputs") is not None:
+                raise RequestError("a required call has a format of its own", "tool_choice")
+            fields["structured_outputs"] = constraint
         prompt_ids = self.truncate(body, self.chat_prompt(body))
         remaining = max(self.model.max_length - len(prompt_ids), 1)
         max_tokens = self.max_tokens(body, len(prompt_ids), remaining, at_least=1)
         params = SamplingParams(max_new_tokens=max_tokens, **fields)
         request = self.generation_request(body, prompt_ids, params)
-        return self.api_request(body, [request], ignored, is_chat=True, logprobs=logprobs)
+        return self.api_request(
+            body, [request], ignored, is_chat=True, logprobs=logprobs, tools=tools
+        )
 
     def chat_prompt(self, body: Body) -> list[int]:
         """The token ids of the messages of a body."""
         variables = dict(object_field(body, "chat_template_kwargs"))
         if "tools" in variables:
             raise RequestError("chat_template_kwargs may not set tools", "chat_template_kwargs")
-        if (tools := body.get("tools")) is not None:
-            if not isinstance(tools, list):
-                raise RequestError("tools must be a list of objects", "tools")
-            if tools and body.get("tool_choice") != "none":
-                raise RequestError(
-                    'calls of tools are not supported: set tool_choice="none"',
-                    "tools",
-                    "unsupported_parameter",
-                )
-            variables["tools"] = tools or None
+        if body.get("tools"):
+            variables["tools"] = body["tools"]
         effort = text_field(body, "reasoning_effort")
         if effort:
             variables = {"reasoning_effort": effort, **variables}
@@ -287,6 +288,7 @@ class RequestParser:
         is_chat: bool = False,
         echoes: tuple[str, ...] = (),
         logprobs: int | None = None,
+        tools: ToolOptions | None = None,
     ) -> ApiRequest:
         stream = flag(body, "stream")
         options = object_field(body, "stream_options")
@@ -302,6 +304,7 @@ class RequestParser:
             continuous_usage=continuous,
             echoes=echoes,
             logprobs=logprobs,
+            tools=tools or ToolOptions(),
             return_token_ids=flag(body, "return_token_ids"),
             ignored_fields=ignored,
         )

@@ -30,6 +30,7 @@ class ServedModel:
     chat_template: ChatTemplate | None = None
     template_defaults: Mapping[str, Any] = field(default_factory=dict)
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
+    tool_parser: str = "none"  # of `tools.PARSERS`, for tool_choice="auto"
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
