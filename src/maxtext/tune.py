@@ -1,6 +1,6 @@
 """Fine-tuning from Python: `tune.sft(model, data, **keys)`, `tune.dpo`, `tune.orpo`,
-`tune.distill`."""
+`tune.distill`, `tune.grpo(model, rows, rewards=[f], **keys)`."""
 
-from maxtext.trainers.tune import TuningRun, distill, dpo, encode, encode_pair, orpo, sft
+from maxtext.trainers.tune import TuningRun, distill, dpo, encode, encode_pair, grpo, orpo, sft
 
-__all__ = ["TuningRun", "distill", "dpo", "encode", "encode_pair", "orpo", "sft"]
+__all__ = ["TuningRun", "distill", "dpo", "encode", "encode_pair", "grpo", "orpo", "sft"]

@@ -30,6 +30,9 @@ LOADER_KEYS = {
     "logical_axis_rules",
     "student_overrides",
     "custom_mesh_and_rule",
+    "num_batches",
+    "train_fraction",
+    "train_micro_batch_size",
 }
 INPUTS_BY_PATTERN = {  # derive.py reads these through a name made from another key
     **{

@@ -55,6 +55,15 @@ use_gkd=true                                  learn from completions that the st
 offline_data_dir=DIR                          instead of a teacher: its logits, written before
 FILE                                          default: the preset distill""",
     ),
+    "grpo": Command(
+        summary="train a model on rewards of completions that it samples",
+        example="maxtext grpo load_parameters_path=~/models/Qwen3-0.6B dataset_type=grain \\\n"
+        "           grain_file_type=jsonl grain_train_files=problems.jsonl num_batches=200",
+        options=FINE_TUNING_OPTIONS
+        + """
+num_generations=G           completions of each prompt
+loss_algo=gspo-token        ratios of sequences instead of tokens""",
+    ),
     "distill-logits": Command(
         summary="write the largest logits of a teacher over training data, to distill from later",
         example="maxtext distill-logits --top-k 128 logits \\\n"

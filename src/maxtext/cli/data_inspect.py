@@ -142,7 +142,7 @@ def decoder_of(config: MaxTextConfig, tokenized: bool) -> TextDecoder | IdPrinte
 def detects_truncation(config: MaxTextConfig, tokenized: bool) -> bool:
     """Whether exactly the truncated documents fill a row and lack the end token."""
     splits_documents = config.packing and config.grain_packing_type == "concat_then_split"
-    is_document = not (config.use_chat_template or config.use_sft or config.use_dpo)
+    is_document = not (config.use_chat_template or is_fine_tuning(config))
     has_eos = tokenized and config.add_eos and is_document
     return (
         config.use_truncation
@@ -199,7 +199,8 @@ def read_batches(
 
 def is_fine_tuning(config: MaxTextConfig) -> bool:
     """Whether the data has rows or pairs (and not random tokens in their place)."""
-    return (config.use_sft or config.use_dpo) and config.dataset_type.value not in TOKEN_SOURCES
+    has_rows = config.use_sft or config.use_dpo or bool(config.use_grpo)
+    return has_rows and config.dataset_type.value not in TOKEN_SOURCES
 
 
 def row_data(row: Row, decoder: TextDecoder | IdPrinter) -> list[dict[str, Any]]:

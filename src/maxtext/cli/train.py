@@ -1,4 +1,4 @@
-"""`maxtext train`, `sft`, `dpo`, `orpo` and `distill`: training from a configuration."""
+"""`maxtext train`, `sft`, `dpo`, `orpo`, `distill` and `grpo`: training from a configuration."""
 
 import logging
 import os
@@ -25,11 +25,12 @@ METHOD_KEYS = {
     "dpo": ["use_dpo=true"],
     "orpo": ["use_dpo=true", "dpo_loss_type=orpo"],
     "distill": [],
+    "grpo": ["use_grpo=true"],
 }
 
 
 def run_method(method: str, args: list[str]) -> int:
-    """`maxtext sft`, `dpo`, `orpo` and `distill`: `maxtext train` with a preset."""
+    """`maxtext sft`, `dpo`, `orpo`, `distill` and `grpo`: `maxtext train` with a preset."""
     path, overrides = arguments.split(args)
     if method == "distill":
         check_has_teacher(path, sources.from_overrides(overrides))

@@ -218,6 +218,8 @@ def eval_per_device(config: MaxTextConfig) -> float:
 
 @derived_from_devices
 def global_batch_size_to_train_on(config: MaxTextConfig, devices: Devices) -> int:
+    if config.use_grpo:
+        return config.batch_size * config.num_generations
     return (
         microbatch_size(config, devices, config.per_device_batch_size)
         * config.gradient_accumulation_steps
@@ -244,6 +246,9 @@ def global_batch_size_to_load_eval(config: MaxTextConfig, devices: Devices) -> i
 
 @derived_from_devices
 def micro_batch_size_to_train_on(config: MaxTextConfig, devices: Devices) -> int:
+    if config.use_grpo:
+        rows = config.batch_size * config.num_generations
+        return rows // config.gradient_accumulation_steps
     return microbatch_size(config, devices, config.per_device_batch_size)
 
 

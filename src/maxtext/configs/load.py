@@ -142,8 +142,11 @@ def fill_defaults(settings: Layer, environ: Mapping[str, str]) -> None:
         name = derive.run_name(model, "" if fields.is_none(weights) else str(weights), environ)
         settings["run_name"] = Setting(name, Source("derived", origin))
     is_fine_tuning = any(
-        fields.validated(key, settings[key].value) is True for key in ("use_sft", "use_dpo")
+        fields.validated(key, settings[key].value) is True
+        for key in ("use_sft", "use_dpo", "use_grpo")
     )
+    if fields.validated("use_grpo", settings["use_grpo"].value) is True:
+        fill_rl_defaults(settings)
     if settings["steps"].value == -1:  # the schedule's length; the range check refuses -1 for both
         length = settings["learning_rate_schedule_steps"].value
         by_epochs = is_fine_tuning and length == -1
@@ -175,6 +178,28 @@ def fill_defaults(settings: Layer, environ: Mapping[str, str]) -> None:
         settings["tokenizer_path"] = Setting(published_tokenizers()[model], published)
         if settings["tokenizer_type"].source.kind == "default":
             settings["tokenizer_type"] = Setting("huggingface", published)
+
+
+def fill_rl_defaults(settings: Layer) -> None:
+    """The steps of num_batches batches of prompts, and microbatches of train_micro_batch_size
+    prompts. Values that are no numbers are left to the range checks.
+    """
+
+    def number(key: str) -> Any:
+        return fields.normalise(key, settings[key].value)
+
+    try:
+        if settings["steps"].source.kind == "default":
+            batches = number("num_batches") * number("train_fraction") * number("num_epoch")
+            steps = max(int(batches), 1) * number("num_iterations")
+            settings["steps"] = Setting(steps, Source("derived", "num_batches"))
+        micro_batch, prompts = number("train_micro_batch_size"), number("batch_size")
+        if micro_batch > 0 and prompts % micro_batch == 0:
+            settings["gradient_accumulation_steps"] = Setting(
+                prompts // micro_batch, Source("derived", "train_micro_batch_size")
+            )
+    except TypeError:
+        return
 
 
 @cache

@@ -14,7 +14,7 @@ import numpy as np
 
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.configs.types import MaxTextConfig
-from maxtext.input_pipeline.encode_rows import PairEncoder, RowEncoder
+from maxtext.input_pipeline.encode_rows import PairEncoder, PromptEncoder, RowEncoder
 from maxtext.input_pipeline.formats import Record, UnusableRecord
 from maxtext.input_pipeline.interface import Split, is_fine_tuning
 from maxtext.tokenizers import load_tokenizer
@@ -59,6 +59,8 @@ def shared_encoder(config: MaxTextConfig, split: Split) -> "RecordEncoder":
 
 
 def make_encoder(config: MaxTextConfig, split: Split) -> "RecordEncoder":
+    if config.use_grpo:
+        return PromptEncoder(config, split)
     if config.use_dpo:
         return PairEncoder(config, split)
     return RowEncoder(config, split) if config.use_sft else Encoder(config, split)
@@ -157,7 +159,7 @@ class Encoder:
         return value
 
 
-RecordEncoder = Encoder | RowEncoder | PairEncoder
+RecordEncoder = Encoder | RowEncoder | PairEncoder | PromptEncoder
 
 
 def special(token: int | None, wanted: bool) -> np.ndarray:

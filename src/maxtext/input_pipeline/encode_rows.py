@@ -22,6 +22,7 @@ from maxtext.input_pipeline.interface import Split
 from maxtext.input_pipeline.row_forms import (
     OPTIONAL,
     PAIR_FORMS,
+    PROMPT_FORMS,
     ROW_FORMS,
     Conversation,
     Message,
@@ -32,6 +33,7 @@ from maxtext.input_pipeline.row_forms import (
     has_form,
     no_form,
     parse_pair,
+    parse_prompt,
     parse_row,
 )
 from maxtext.input_pipeline.row_reports import Remark, RowReports
@@ -58,6 +60,15 @@ class EncodedPair:
     prompt: np.ndarray
     chosen: np.ndarray
     rejected: np.ndarray
+    remarks: tuple[Remark, ...] = ()
+
+
+@dataclass(frozen=True)
+class EncodedPrompt:
+    """`ids` int32 [n]. `record`: the columns of the row, which reward functions read."""
+
+    ids: np.ndarray
+    record: Record
     remarks: tuple[Remark, ...] = ()
 
 
@@ -90,7 +101,7 @@ def check_columns(
     if names is None or config.formatting_func_path:
         return
     columns = set_columns(config, split)
-    forms = PAIR_FORMS if config.use_dpo else ROW_FORMS
+    forms = row_forms(config)
     missing = [name for name in columns or () if name not in names and name not in OPTIONAL]
     if missing:
         raise ConfigError(
@@ -99,6 +110,13 @@ def check_columns(
         )
     if columns is None and not has_form(names, forms):
         raise ConfigError(f"{named_by}: {no_form(names, forms)}")
+
+
+def row_forms(config: MaxTextConfig) -> tuple[tuple[str, ...], ...]:
+    """The forms of rows that the method of a run reads."""
+    if config.use_grpo:
+        return PROMPT_FORMS
+    return PAIR_FORMS if config.use_dpo else ROW_FORMS
 
 
 def set_columns(config: MaxTextConfig, split: Split) -> list[str] | None:
@@ -110,8 +128,11 @@ def set_columns(config: MaxTextConfig, split: Split) -> list[str] | None:
     source = config.source(key)
     if is_preset(source) or (columns == ["text"] and not source.is_user):
         return None
-    forms, most = (PAIR_FORMS, 3) if config.use_dpo else (ROW_FORMS, 2)
-    least = 2 if config.use_dpo else 1
+    forms, least, most = row_forms(config), 1, 2
+    if config.use_dpo:
+        least, most = 2, 3
+    elif config.use_grpo:
+        most = 1
     if len(set(columns)) < len(columns) or not (
         has_form(columns, forms) or least <= len(columns) <= most
     ):
@@ -325,6 +346,43 @@ class PairEncoder(TextEncoder):
             raise UnusableRecord(str(error)) from error
         prompt_ids, chosen_ids, rejected_ids = map(self.tokenizer.encode_with_specials, texts)
         return prompt_ids, chosen_ids, rejected_ids
+
+
+class PromptEncoder(TextEncoder):
+    """Prompts of reinforcement learning."""
+
+    def __init__(self, config: MaxTextConfig, split: Split, tokenizer: Tokenizer | None = None):
+        super().__init__(config, split, tokenizer)
+        self.max_prompt_length = config.max_prefill_predict_length
+
+    def adds(self) -> dict[str, Any]:
+        return {**super().adds(), "max_prefill_predict_length": self.max_prompt_length}
+
+    def prepare(self, record: Record) -> EncodedPrompt:
+        """The tokens of a prompt, with those that start the model's turn. Raises
+        UnusableRecord.
+        """
+        formatted = self.format(record)
+        row = parse_prompt(formatted, self.columns)
+        if isinstance(row.prompt, str):
+            ids = self.text_ids(row.prompt)
+        else:
+            try:
+                text = self.template.render(
+                    row.prompt, add_generation_prompt=True, variables=row.variables
+                )
+            except ConfigError:
+                raise
+            except UserError as error:
+                raise UnusableRecord(str(error)) from error
+            ids = self.tokenizer.encode_with_specials(text)
+        too_long = len(ids) > min(self.max_prompt_length, self.length - 1)
+        remarks = (Remark.PROMPT_TOO_LONG,) if too_long else ()
+        columns = formatted | {"prompt": row.prompt}
+        return EncodedPrompt(np.array(ids, np.int32), columns, remarks)
+
+    def encode(self, prepared: Sequence[EncodedPrompt]) -> list[EncodedPrompt]:
+        return [prompt for prompt in prepared if not prompt.remarks]
 
 
 def has_late_system(messages: Sequence[Message]) -> bool:

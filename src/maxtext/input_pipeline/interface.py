@@ -11,6 +11,7 @@ Padding is 0 in every field, whatever the tokenizer's pad_id. Masks come from le
 ids: a padding id that equals the end token masks nothing.
 
 Preference pairs have these fields twice, as chosen_inputs … and rejected_inputs …, one pair a row.
+A row of a prompt has its tokens as inputs, no targets, and in RECORD, of dtype object, its columns.
 """
 
 from abc import ABC, abstractmethod
@@ -35,6 +36,7 @@ FIELDS = (
     "targets_segmentation",
 )
 
+RECORD = "record"
 PAIR_SIDES = ("chosen", "rejected")
 PAIR_FIELDS = tuple(f"{side}_{field}" for side in PAIR_SIDES for field in FIELDS)
 
@@ -45,8 +47,8 @@ def batch_fields(config: MaxTextConfig) -> tuple[str, ...]:
 
 
 def is_fine_tuning(config: MaxTextConfig) -> bool:
-    """Whether the data has rows with masks or preference pairs instead of documents."""
-    return config.use_sft or config.use_dpo
+    """Whether the data has rows with masks, preference pairs or prompts instead of documents."""
+    return config.use_sft or config.use_dpo or bool(config.use_grpo)
 
 
 class Split(str, Enum):

@@ -19,9 +19,11 @@ import grain
 import numpy as np
 
 from maxtext.common.errors import ConfigError
+from maxtext.input_pipeline.encode_rows import EncodedPrompt
 from maxtext.input_pipeline.interface import (
     FIELDS,
     PAIR_SIDES,
+    RECORD,
     Batch,
     ShardSpec,
     check_position,
@@ -226,6 +228,13 @@ def pad_pair(pair: tuple[TokenPairs, TokenPairs], length: int) -> Batch:
         for side, sequence in zip(PAIR_SIDES, pair, strict=True)
         for field, value in pad_row(sequence, length).items()
     }
+
+
+def pad_prompt(prompt: EncodedPrompt, length: int) -> Batch:
+    """A row with the tokens of a prompt as inputs, and its columns."""
+    row = pad_row({"inputs": prompt.ids, "targets": np.zeros_like(prompt.ids)}, length)
+    row["targets_segmentation"] = np.zeros(length, np.int32)
+    return row | {RECORD: np.array(prompt.record, object)}
 
 
 def to_batches(rows: grain.IterDataset, shard: ShardSpec, keep_last: bool) -> grain.IterDataset:

@@ -34,8 +34,14 @@ from maxtext.input_pipeline.load_documents import (
 )
 from maxtext.input_pipeline.mixture import documents_read, mix_orders
 from maxtext.input_pipeline.order import epoch_order, max_streams_in_memory
-from maxtext.input_pipeline.packing import pad_pair, to_batches, to_rows
-from maxtext.input_pipeline.sequences import LongDocuments, ToPairs, ToSequences, num_targets
+from maxtext.input_pipeline.packing import pad_pair, pad_prompt, to_batches, to_rows
+from maxtext.input_pipeline.sequences import (
+    LongDocuments,
+    ToPairs,
+    ToPrompts,
+    ToSequences,
+    num_targets,
+)
 from maxtext.input_pipeline.window_shuffle import WindowShuffle
 
 # Minimum of each data stream: streams of few documents have very different numbers of rows
@@ -169,7 +175,10 @@ def to_token_batches(
     """Batches from chunks of token ids, or of rows of fine-tuning."""
     packing = config.grain_packing_type if config.packing else None
     length, seed = config.max_target_length, shuffle_seed(config, split)
-    if config.use_dpo:
+    if config.use_grpo:
+        prompts = grain.experimental.FlatMapIterDataset(chunks, ToPrompts())
+        rows = prompts.map(partial(pad_prompt, length=length))
+    elif config.use_dpo:
         pairs = grain.experimental.FlatMapIterDataset(chunks, ToPairs())
         rows = pairs.map(partial(pad_pair, length=length))
     else:
@@ -327,6 +336,11 @@ def too_little_data(
             else "document of two tokens or more"
         )
         return ConfigError(f"{named_by} has no {documents}{where}, so nothing to predict")
+    if config.use_grpo:
+        return ConfigError(
+            f"{named_by} has {len(pairs)} prompts in num_epoch={config.num_epoch}{where}, but one "
+            f"batch needs {min_rows}: add prompts, raise num_epoch or lower batch_size"
+        )
     if config.use_dpo:
         return ConfigError(
             f"{named_by} has {len(pairs)} pairs in num_epoch={config.num_epoch}{where}, but one "

@@ -8,6 +8,7 @@
 | question, answer | Conversation of user and assistant |
 | text | TextRow |
 | prompt (optional), chosen, rejected | PreferenceTexts or PreferenceChats |
+| prompt, messages, question or problem, and any others | Prompt of reinforcement learning |
 
 The columns tools and chat_template_kwargs next to a conversation are variables of its template. A
 column without a value (null) counts as absent. Lists and objects may be JSON text, as in files that
@@ -46,6 +47,7 @@ ROW_FORMS = (
     ("text",),
 )
 PAIR_FORMS = (("chosen", "rejected"),)
+PROMPT_FORMS = (("prompt",), ("messages",), ("question",), ("problem",))
 OPTIONAL = ("input", "prompt")
 VARIABLES = ("tools", "chat_template_kwargs")
 
@@ -88,6 +90,14 @@ class PreferenceChats:
     prompt: list[Message]
     chosen: list[Message]
     rejected: list[Message]
+    variables: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A text, or messages that the model is to answer."""
+
+    prompt: str | list[Message]
     variables: dict[str, Any] = field(default_factory=dict)
 
 
@@ -145,6 +155,22 @@ def parse_pair(record: Record, columns: Sequence[str] | None) -> PreferenceTexts
     return PreferenceChats(prompt, chosen, rejected, template_variables(row))
 
 
+def parse_prompt(record: Record, columns: Sequence[str] | None) -> Prompt:
+    """The prompt of a record. Messages end before the last answer of the assistant; a question is
+    a message of the user. Raises UnusableRecord.
+    """
+    row = named_columns(record, columns, PROMPT_FORMS)
+    (column,) = form_of(row, PROMPT_FORMS)
+    variables = template_variables(row)
+    if column in ("question", "problem"):
+        message = {"role": "user", "content": not_empty(column, text_of(row, column))}
+        return Prompt([message], variables)
+    prompt = not_empty(column, text_or_messages(row, column))
+    if isinstance(prompt, list) and prompt[-1]["role"] == "assistant":
+        prompt = not_empty(column, prompt[:-1])
+    return Prompt(prompt, variables)
+
+
 def named_columns(
     record: Record, columns: Sequence[str] | None, forms: Sequence[tuple[str, ...]]
 ) -> Record:
@@ -175,6 +201,8 @@ def other_names(
     columns: Sequence[str], row: Record, forms: Sequence[tuple[str, ...]]
 ) -> tuple[str, ...]:
     """The columns of a form that columns with names of the user's own stand for."""
+    if forms is PROMPT_FORMS:
+        return ("prompt",)
     if forms is PAIR_FORMS:
         return ("prompt", "chosen", "rejected")[-len(columns) :]
     if len(columns) == 2:

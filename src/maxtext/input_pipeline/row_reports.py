@@ -18,6 +18,7 @@ class Remark(Enum):
     SYSTEM_NOT_FIRST = "have a system message that is not the first message"
     END_NOT_LEARNED = "have no learned end-of-turn token, so that a model does not learn to stop"
     TRUNCATED = "are truncated to max_target_length"
+    PROMPT_TOO_LONG = "are dropped, since their prompt is longer than max_prefill_predict_length"
     PROMPT_TRUNCATED = "have a prompt whose start is cut off"
 
 

@@ -13,9 +13,10 @@ from enum import Enum
 import grain
 import numpy as np
 
-from maxtext.input_pipeline.encode_rows import EncodedPair, EncodedRow
+from maxtext.input_pipeline.encode_rows import EncodedPair, EncodedPrompt, EncodedRow
 
-Document = np.ndarray | EncodedRow | EncodedPair  # token ids, or a row of fine-tuning
+# token ids, or a row of fine-tuning
+Document = np.ndarray | EncodedRow | EncodedPair | EncodedPrompt
 TokenPairs = dict[str, np.ndarray]  # inputs, targets and for rows `learned`, each [pairs]
 
 
@@ -68,6 +69,15 @@ class ToPairs(grain.experimental.FlatMapTransform):
         ]
 
 
+class ToPrompts(grain.experimental.FlatMapTransform):
+    """Maps a chunk of prompts to the prompts."""
+
+    max_fan_out = sys.maxsize
+
+    def flat_map(self, chunk: list[EncodedPrompt]) -> list[EncodedPrompt]:
+        return chunk
+
+
 def completion_sequence(prompt: np.ndarray, completion: np.ndarray) -> TokenPairs:
     """The sequence of a prompt and its completion, of which the completion is learned."""
     mask = np.arange(len(prompt) + len(completion)) >= len(prompt)
@@ -83,5 +93,5 @@ def num_targets(document: Document) -> int:
     if isinstance(document, EncodedPair):
         tokens = len(document.prompt) + max(len(document.chosen), len(document.rejected))
     else:
-        tokens = len(document.ids if isinstance(document, EncodedRow) else document)
+        tokens = len(document if isinstance(document, np.ndarray) else document.ids)
     return max(tokens - 1, 0)

@@ -25,7 +25,9 @@ WORKER_MB = 256  # memory of a worker before it has read anything
 
 def worker_count(config: MaxTextConfig, split: Split) -> int:
     is_offline = bool(config.offline_data_dir) and split is Split.TRAIN
-    if is_offline or config.dataset_type.value == "synthetic":  # sending costs more than it saves
+    is_small = bool(config.use_grpo)  # batches of prompts, whose columns are Python objects
+    # Sending costs more than it saves.
+    if is_offline or is_small or config.dataset_type.value == "synthetic":
         return 0
     wanted = config.grain_worker_count if split is Split.TRAIN else config.grain_worker_count_eval
     return (

@@ -154,8 +154,10 @@ def open_train_streams(context: RunContext) -> DataStreams:
     streams = open_data_streams(
         config,
         Split.TRAIN,
-        rows=partial(batch_size_at, config),
-        sizes=batch_sizes(config),
+        rows=(lambda step: config.batch_size)
+        if config.use_grpo
+        else partial(batch_size_at, config),
+        sizes=[config.batch_size] if config.use_grpo else batch_sizes(config),
         local_rows=partial(rows_to_read, context),
         processes=jax.process_count(),
     )

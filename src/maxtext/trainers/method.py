@@ -11,6 +11,7 @@ from maxtext.trainers.adapters import base_template
 from maxtext.trainers.distill_features import check_features
 from maxtext.trainers.distillation import Distillation
 from maxtext.trainers.gkd import GeneralizedDistillation
+from maxtext.trainers.grpo import GroupRelativePolicy
 from maxtext.trainers.learn_to_init import LearnToInit
 from maxtext.trainers.objective import LanguageModel, Objective
 from maxtext.trainers.offline_distillation import OfflineDistillation
@@ -26,8 +27,10 @@ def make_objective(
     quantized = config.lora_weight_qtype is not None
     context = build_context(config, rules, quantized_weights=quantized, adapters=adapters)
     template = make_template(config, context)
-    if config.mtp_num_layers and (config.use_dpo or config.teacher_overrides):
+    if config.mtp_num_layers and (config.use_dpo or config.use_grpo or config.teacher_overrides):
         LOGGER.warning("the MTP layers of the model are not trained: this method has no such loss")
+    if config.use_grpo:
+        return GroupRelativePolicy(config, template, base_template=base_template(config, rules))
     if config.use_dpo:
         return Preference(config, template, base_template=base_template(config, rules))
     if config.teacher_overrides:

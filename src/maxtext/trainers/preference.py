@@ -3,13 +3,9 @@
 A batch has the fields of two sequences per pair, `chosen_*` and `rejected_*`. One forward pass runs
 both, as rows 2i and 2i + 1, so that devices and microbatches hold whole pairs. Shapes: P pairs,
 S positions.
-
-The reference is the policy as it was at step 0: a frozen copy of its weights in the compute dtype;
-with adapters the base, or the base and the adapter that training started from.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -17,9 +13,7 @@ import jax.numpy as jnp
 
 from maxtext.configs.types import MaxTextConfig
 from maxtext.input_pipeline import FIELDS
-from maxtext.layers.lora import join_trees
 from maxtext.layers.parameters import Template
-from maxtext.models.counts import forward_flops_per_token
 from maxtext.trainers.losses import preference as preference_losses
 from maxtext.trainers.model_losses import (
     Batch,
@@ -31,7 +25,7 @@ from maxtext.trainers.model_losses import (
     training_inputs,
 )
 from maxtext.trainers.objective import Sums
-from maxtext.trainers.trainable import has_adapters, optimized_mask, select
+from maxtext.trainers.policy import PolicyObjective
 
 REFERENCE_LOGPS = ("reference_chosen_logps", "reference_rejected_logps")  # [P], computed before
 ROW_AXES = ("activation_embed_and_logits_batch",)
@@ -50,15 +44,8 @@ class PairLogps:
 
 
 @dataclass(frozen=True)
-class Preference:
+class Preference(PolicyObjective):
     """The loss of dpo_loss_type over pairs of completions."""
-
-    config: MaxTextConfig
-    template: Template
-    base_template: Template  # without adapters
-
-    def with_config(self, config: MaxTextConfig) -> "Preference":
-        return replace(self, config=config)
 
     @property
     def has_reference(self) -> bool:
@@ -70,59 +57,8 @@ class Preference:
         return self.has_reference and not self.config.precompute_reference_logps
 
     @property
-    def token_fields(self) -> dict[str, tuple[int, Any]]:
-        return {}
-
-    @property
     def row_fields(self) -> tuple[str, ...]:
         return () if not self.has_reference or self.needs_reference else REFERENCE_LOGPS
-
-    @property
-    def reference_flops_per_token(self) -> float:
-        return forward_flops_per_token(self.config) if self.needs_reference else 0.0
-
-    @property
-    def abstract_reference(self) -> Any:
-        """What `reference_weights` returns, as abstract arrays."""
-        if not self.needs_reference:
-            return None
-        return jax.eval_shape(self.reference_weights, self.template.weights)
-
-    @property
-    def reference_axes(self) -> Any:
-        """Logical axes of the reference, in the same tree."""
-        if has_adapters(self.config):
-            trained = optimized_mask(self.config, self.template)
-            return select(self.template.axes, trained) if self.config.lora_restore_path else {}
-        return self.template.axes
-
-    def make_reference(self, initial_weights: Callable[[], Any], shardings: Any) -> Any:
-        return jax.jit(self.reference_weights, out_shardings=shardings)(initial_weights())
-
-    def start_weights(self, weights: Any, reference: Any) -> Any:
-        return weights
-
-    def constrain_weights(self, weights: Any) -> Any:
-        return weights
-
-    def reference_weights(self, weights: Any) -> Any:
-        """The reference of a policy that starts with these weights; under jit.
-
-        A new adapter does not change the output, so its reference is the base, which the policy
-        has already: {}.
-        """
-        if has_adapters(self.config):
-            if not self.config.lora_restore_path:
-                return {}
-            trained = optimized_mask(self.config, self.template)
-            return jax.tree.map(jnp.copy, select(weights, trained))
-        dtype = jnp.dtype(self.config.dtype.value)
-        return jax.tree.map(
-            lambda weight: jnp.copy(
-                weight.astype(dtype) if jnp.issubdtype(weight.dtype, jnp.floating) else weight
-            ),
-            weights,
-        )
 
     def counts(self, batch: Batch) -> Sums:
         num_pairs = jnp.maximum(jnp.sum(pair_mask(batch)), 1.0)
@@ -194,14 +130,8 @@ class Preference:
         self, weights: Any, reference: Any, batch: Batch
     ) -> tuple[jax.Array, jax.Array]:
         """Sums of log-probabilities of the chosen and of the rejected completions."""
-        if not has_adapters(self.config):
-            template, frozen = self.template, reference
-        else:
-            trained = optimized_mask(self.config, self.template)
-            base = select(weights, trained, keep=False)
-            template = self.template if reference else self.base_template
-            frozen = join_trees(reference, base)
-        pairs = self.pair_logps(template, jax.lax.stop_gradient(frozen), batch, None)
+        template, frozen = self.reference_model(weights, reference)
+        pairs = self.pair_logps(template, frozen, batch, None)
         return jax.lax.stop_gradient((pairs.chosen, pairs.rejected))
 
     def pair_logps(
@@ -248,13 +178,6 @@ class Preference:
             pairs = jnp.stack([batch[f"chosen_{field}"], batch[f"rejected_{field}"]], axis=1)
             rows[field] = pairs.reshape(-1, pairs.shape[-1])
         return rows
-
-    @property
-    def model_template(self) -> Template:
-        return self.template
-
-    def model_weights(self, weights: Any, reference: Any) -> Any:
-        return weights
 
     def num_tokens(self, batch: Batch) -> jax.Array:
         fields = (batch["chosen_inputs_segmentation"], batch["rejected_inputs_segmentation"])

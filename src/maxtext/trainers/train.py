@@ -47,8 +47,11 @@ from maxtext.trainers.hooks import Evaluate, Profile, Record, TrainingFailed
 from maxtext.trainers.init_state import initial_weights, with_reference
 from maxtext.trainers.loop import STOPPED_ELSEWHERE, Hook, Loop, TrainStep
 from maxtext.trainers.memory import peak_bytes, state_bytes, step_bytes, warn_if_too_large
+from maxtext.trainers.preference import Preference
+from maxtext.trainers.prompt_loader import PromptLoader
 from maxtext.trainers.reference_logps import load_or_compute
 from maxtext.trainers.restore import Start, find_start, frozen_checksum
+from maxtext.trainers.rewards.functions import RewardFunction
 from maxtext.trainers.run_context import RunContext
 from maxtext.trainers.save import Save
 from maxtext.trainers.step import TrainState
@@ -64,17 +67,24 @@ class Result:
 
 
 def train(
-    config: MaxTextConfig, checkpoint: Checkpoint | None = None, hooks: Sequence[Hook] = ()
+    config: MaxTextConfig,
+    checkpoint: Checkpoint | None = None,
+    hooks: Sequence[Hook] = (),
+    rewards: Sequence[RewardFunction] = (),
 ) -> Result:
-    """`checkpoint`: load_parameters_path, if it is open already. `hooks`: further ones."""
+    """`checkpoint`: load_parameters_path, if it is open already. `hooks`: further ones. `rewards`:
+    those of reinforcement learning, in place of the built-in ones."""
     folder = Path(run_folder(config))
     check_writable(folder, "base_output_directory")
     with RunLock(folder) if jax.process_index() == 0 else contextlib.nullcontext():
-        return train_locked(config, checkpoint, hooks)
+        return train_locked(config, checkpoint, hooks, rewards)
 
 
 def train_locked(
-    config: MaxTextConfig, checkpoint: Checkpoint | None, more_hooks: Sequence[Hook]
+    config: MaxTextConfig,
+    checkpoint: Checkpoint | None,
+    more_hooks: Sequence[Hook],
+    rewards: Sequence[RewardFunction],
 ) -> Result:
     """Train while this process holds the lock of the run's folder."""
     start_time = time.perf_counter()
@@ -83,7 +93,7 @@ def train_locked(
     if has_open_end(config):
         context = with_steps_of_epochs(context)
         config = context.config
-    data_loader = TrainDataLoader(context)
+    data_loader = PromptLoader(context) if config.use_grpo else TrainDataLoader(context)
     eval_streams = open_eval_streams(context)
     warned = warn_if_too_large(state_bytes(context), "the state of training alone")
     start = find_start(context, data_loader.source, checkpoint)
@@ -128,7 +138,7 @@ def train_locked(
                 closing.callback(save.close)
             loop = Loop(
                 state,
-                sampling_step(context, step_cache, data_loader, start.step, checkpoint),
+                sampling_step(context, step_cache, data_loader, start.step, checkpoint, rewards),
                 data_loader=data_loader,
                 key=key,
                 steps=config.steps,
@@ -170,7 +180,7 @@ def reference_fields(
     context: RunContext, state: TrainState, step: int, checkpoint: Checkpoint | None
 ) -> AddFields:
     """Adds the fields of a batch that are computed before training; see reference_logps.py."""
-    if not context.objective.row_fields:
+    if not (isinstance(context.objective, Preference) and context.objective.row_fields):
         return lambda batch: batch
     weights = state.weights if step == 0 else initial_weights(context, checkpoint)
     return load_or_compute(context, run_folder(context.config), weights).add_fields
@@ -250,12 +260,25 @@ def sampling_step(
     data_loader: TrainDataLoader,
     step: int,
     checkpoint: Checkpoint | None,
+    rewards: Sequence[RewardFunction],
 ) -> TrainStep:
     """`train_step`, after completions are sampled if the method of the run does that. `step`: the
-    number of steps done."""
+    number of steps done. Only runs that sample import the engine of inference."""
+    if isinstance(data_loader, PromptLoader):
+        from maxtext.trainers.group_rollouts import GroupRolloutStep
+        from maxtext.trainers.rewards.builtin import builtin_rewards
+
+        return GroupRolloutStep(
+            context,
+            train_step,
+            data_loader=data_loader,
+            rewards=rewards or builtin_rewards(context.config),
+            step=step,
+            folder=run_folder(context.config),
+            checkpoint=checkpoint,
+        )
     if not samples_completions(context.config):
         return train_step
-    # With the engine of inference, which other runs do not import.
     from maxtext.trainers.on_policy import OnPolicyStep
 
     return OnPolicyStep(context, train_step, data_loader, step=step, checkpoint=checkpoint)

@@ -8,7 +8,7 @@ run.model.generate("Hello")
 import json
 import os
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -29,6 +29,7 @@ from maxtext.tokenizers.load import open_tokenizer
 from maxtext.trainers.configuration import load_run
 from maxtext.trainers.export import trained_llm
 from maxtext.trainers.loop import Hook, Loop
+from maxtext.trainers.rewards.functions import RewardFunction, reward_functions
 from maxtext.trainers.train import Result, run_folder, train
 
 PARQUET, JSONL = ".parquet", (".jsonl", ".json")
@@ -77,6 +78,18 @@ def distill(
     return fine_tune("distill", student, data, keys | {"teacher_overrides": overrides})
 
 
+def grpo(
+    model: str | os.PathLike,
+    data: Any = None,
+    rewards: Sequence[Callable[..., Any]] = (),
+    **keys: Any,
+) -> TuningRun:
+    """Reinforcement learning on groups of sampled completions (GRPO; GSPO by loss_algo). `rewards`:
+    functions f(prompts, completions, **columns) -> a number or None for each completion, maybe
+    async; without any, the built-in ones. Other arguments as of `sft`."""
+    return fine_tune("grpo", model, data, keys, reward_functions(rewards))
+
+
 def encode(row: Mapping[str, Any], tokenizer: str | os.PathLike, **keys: Any) -> dict[str, Any]:
     """The token ids of a row and the mask of those that `sft` learns. `tokenizer`: a path, as of
     tokenizer_path."""
@@ -104,7 +117,11 @@ def tokenizer_config(
 
 
 def fine_tune(
-    method: str, model: str | os.PathLike, data: Any, keys: Mapping[str, Any]
+    method: str,
+    model: str | os.PathLike,
+    data: Any,
+    keys: Mapping[str, Any],
+    rewards: Sequence[RewardFunction] = (),
 ) -> TuningRun:
     """Train with the preset of a method. Without base_output_directory nothing is left on disk."""
     overrides, checkpoint = model_overrides(model, keys)
@@ -114,7 +131,7 @@ def fine_tune(
         layer = from_python(data_keys(data, temporary) | (defaults if is_temporary else {}))
         config = load_run(HERE / f"{method}.yml", layer | overrides, checkpoint)
         collect = CollectMetrics()
-        result = train(config, checkpoint, hooks=[collect])
+        result = train(config, checkpoint, hooks=[collect], rewards=rewards)
     folder = None if is_temporary else Path(run_folder(config))
     return TuningRun(collect.metrics, folder, result=result, checkpoint=checkpoint)
 

@@ -91,7 +91,7 @@ inert_unless(
 
 def method_of(settings: Settings) -> str | None:
     """The key that makes records rows of fine-tuning, or None."""
-    return next((key for key in ("use_sft", "use_dpo") if getattr(settings, key)), None)
+    return next((key for key in ("use_sft", "use_dpo", "use_grpo") if getattr(settings, key)), None)
 
 
 @rule("use_dpo")

@@ -1,7 +1,8 @@
 """Rules of the reinforcement learning keys."""
 
-from maxtext.configs.rules.rule import in_range, rule
-from maxtext.configs.types import Settings
+from maxtext.configs.rules.rule import derived_rule, in_range, inert_unless, rule
+from maxtext.configs.types import MaxTextConfig, Settings
+from maxtext.configs.types.enums import DatasetType
 
 in_range(
     0,
@@ -16,6 +17,128 @@ in_range(
 )
 in_range(0, None, "grpo_beta", "grpo_epsilon", "epsilon_high", "off_policy_steps")
 in_range(1, None, "train_micro_batch_size", "rollout_micro_batch_size", special=(-1,))
+
+
+inert_unless(
+    lambda s: s.use_grpo,
+    "use_grpo=true",
+    "rl",
+    "num_generations",
+    "num_iterations",
+    "grpo_beta",
+    "grpo_epsilon",
+    "epsilon_high",
+    "loss_algo",
+    "degenerate_group_masking",
+    "batch_size",
+    "num_batches",
+    "train_fraction",
+    "train_micro_batch_size",
+    "rollout_micro_batch_size",
+    "reward_exact_answer",
+    "reward_exact_format_match",
+    "reward_white_space_format_match",
+    "reward_partial_format_match",
+    "reward_ratio_guess_to_answer_high",
+    "reward_ratio_guess_to_answer_low",
+    "penalty_incorrect_format",
+    "penalty_incorrect_answer",
+    "math_verify_timeout",
+    "math_verify_num_procs",
+    "reasoning_start_token",
+    "reasoning_end_token",
+    "solution_start_token",
+    "solution_end_token",
+)
+inert_unless(
+    lambda s: not s.use_grpo,
+    "a loss of next tokens: that of use_grpo has advantages",
+    "z_loss_multiplier",
+    "mtp_num_layers",
+    "mtp_loss_scaling_factor",
+    "mtp_eval_target_module",
+)
+
+
+@rule("num_generations")
+def groups_have_two_completions(settings: Settings) -> str | None:
+    if settings.use_grpo and settings.num_generations < 2:
+        return "num_generations=1 has nothing to compare a completion with: set at least 2"
+    return None
+
+
+@rule("decode_sampling_strategy")
+def completions_of_a_group_differ(settings: Settings) -> str | None:
+    if settings.use_grpo and (
+        settings.decode_sampling_strategy.value == "greedy"
+        or settings.decode_sampling_temperature == 0
+    ):
+        return (
+            "use_grpo compares completions that differ: set decode_sampling_strategy=weighted and "
+            "a decode_sampling_temperature above 0"
+        )
+    return None
+
+
+@rule("packing")
+def prompts_are_not_packed(settings: Settings) -> str | None:
+    if settings.use_grpo and settings.packing:
+        return "a prompt is a row of its own: set packing=false with use_grpo"
+    return None
+
+
+@rule("max_prefill_predict_length")
+def prompts_leave_room_for_a_completion(settings: Settings) -> str | None:
+    length = settings.max_prefill_predict_length
+    if settings.use_grpo and length >= settings.max_target_length:
+        return (
+            f"max_prefill_predict_length={length} leaves no token of max_target_length="
+            f"{settings.max_target_length} for a completion: lower it"
+        )
+    return None
+
+
+@rule("eval_interval")
+def policies_have_no_evaluation_loss(settings: Settings) -> str | None:
+    if settings.use_grpo and settings.eval_interval > 0:
+        return "use_grpo has no loss of evaluation data: leave eval_interval out"
+    return None
+
+
+@rule("train_micro_batch_size")
+def microbatches_are_equal(settings: Settings) -> str | None:
+    size = settings.train_micro_batch_size
+    if settings.use_grpo and size > 0 and settings.batch_size % size:
+        return f"train_micro_batch_size={size} does not divide batch_size={settings.batch_size}"
+    return None
+
+
+@rule("dataset_type")
+def prompts_are_records(settings: Settings) -> str | None:
+    if settings.use_grpo and settings.dataset_type is DatasetType.SYNTHETIC:
+        return "dataset_type=synthetic has no prompts for use_grpo: use grain, hf or tfds"
+    return None
+
+
+@derived_rule("context_parallel_load_balance")
+def tokens_are_in_order(config: MaxTextConfig) -> str | None:
+    if (
+        config.use_grpo
+        and config.context_parallel_size > 1
+        and config.context_parallel_load_balance
+    ):
+        return "use_grpo scores tokens in their order: set context_parallel_load_balance=false"
+    return None
+
+
+@rule("capacity_factor")
+def completions_do_not_depend_on_each_other(settings: Settings) -> str | None:
+    if settings.use_grpo and settings.capacity_factor > 0:
+        return (
+            f"capacity_factor={settings.capacity_factor:g} lets experts drop tokens, so that a "
+            "completion would depend on the others of its batch: set -1"
+        )
+    return None
 
 
 @rule("trainer_devices_fraction")

@@ -16,18 +16,18 @@ NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d{1,3})?")
 MAX_DIGITS = 400  # of a number; a longer one is text
 
 
-def read_answer(completion: str, keys: RewardKeys) -> str | None:
+def read_answer(completion: str, config: RewardKeys) -> str | None:
     """The answer in a completion: the last \\boxed{} in the last solution, else the solution; in a
     completion without a solution, the last \\boxed{}; else None."""
-    solution = last_solution(completion, keys)
+    solution = last_solution(completion, config)
     boxed = last_boxed(completion if solution is None else solution)
     answer = solution if boxed is None else boxed
     return answer if answer and answer.strip() else None
 
 
-def last_solution(completion: str, keys: RewardKeys) -> str | None:
+def last_solution(completion: str, config: RewardKeys) -> str | None:
     """The text between the last pair of solution tokens."""
-    start, end = keys.solution_start_token, keys.solution_end_token
+    start, end = config.solution_start_token, config.solution_end_token
     found = re.findall(f"{re.escape(start)}(.*?){re.escape(end)}", completion, re.DOTALL)
     return found[-1].rpartition(start)[2] if found else None
 

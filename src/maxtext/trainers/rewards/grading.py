@@ -24,12 +24,12 @@ def grade(
     """
     if eval_mode not in EVAL_MODES:
         raise ValueError(f"eval_mode={eval_mode!r} is not one of {', '.join(EVAL_MODES)}")
-    reward_keys = RewardKeys.from_python(**keys)
-    grades = grade_responses(responses, answers, reward_keys)
+    config = RewardKeys.from_python(**keys)
+    grades = grade_responses(responses, answers, config)
     if not grades:
         return 0.0, 0.0, 0.0
     if eval_mode == "maj":
-        guesses = [read_answer(text, reward_keys) for text in responses]
+        guesses = [read_answer(text, config) for text in responses]
         stripped = [guess.strip() for guess in guesses if guess is not None]
         if not stripped:
             return grades[0]
@@ -48,12 +48,12 @@ def grade(
 
 
 def grade_responses(
-    responses: Sequence[str], answers: Any, keys: RewardKeys
+    responses: Sequence[str], answers: Any, config: RewardKeys
 ) -> list[tuple[float, float, float]]:
     """(right, nearly right, format) of each response. One that is not compared in time is wrong."""
     accepted = accepted_answers(answers)
-    guesses = [read_answer(text, keys) for text in responses]
-    equality = compare_values(guesses, [accepted] * len(guesses), keys)
+    guesses = [read_answer(text, config) for text in responses]
+    equality = compare_values(guesses, [accepted] * len(guesses), config)
 
     def is_right(guess: str, answer: str) -> bool:
         return guess.strip() == answer.strip() or bool(equality[answer, guess])
@@ -66,7 +66,7 @@ def grade_responses(
         (
             float(guess is not None and any(is_right(guess, answer) for answer in accepted)),
             float(guess is not None and any(is_near(guess, answer) for answer in accepted)),
-            float(has_format(text, keys)),
+            float(has_format(text, config)),
         )
         for guess, text in zip(guesses, responses, strict=True)
     ]

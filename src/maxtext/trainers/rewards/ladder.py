@@ -24,16 +24,16 @@ def score(
     `accepted_answers`. `keys`: configuration keys of rewards. An answer that math-verify does not
     compare in time is nan: not scored.
     """
-    reward_keys = RewardKeys.from_python(**keys)
+    config = RewardKeys.from_python(**keys)
     return {
-        "format_exact": [format_exact(text, reward_keys) for text in completions],
-        "format_parts": [format_parts(text, reward_keys) for text in completions],
-        "answer": answer_rewards(completions, answers, reward_keys),
+        "format_exact": [format_exact(text, config) for text in completions],
+        "format_parts": [format_parts(text, config) for text in completions],
+        "answer": answer_rewards(completions, answers, config),
     }
 
 
 def answer_rewards(
-    completions: Sequence[str], answers: Sequence[Any], keys: RewardKeys
+    completions: Sequence[str], answers: Sequence[Any], config: RewardKeys
 ) -> list[float]:
     """The points of the best accepted answer, on this ladder:
 
@@ -46,45 +46,46 @@ def answer_rewards(
     """
     if len(completions) != len(answers):
         raise ValueError(f"{len(completions)} completions have {len(answers)} answers")
-    guesses = [read_answer(text, keys) for text in completions]
+    guesses = [read_answer(text, config) for text in completions]
     accepted = [accepted_answers(answer) for answer in answers]
-    equality = compare_values(guesses, accepted, keys)
+    equality = compare_values(guesses, accepted, config)
     return [
-        keys.penalty_incorrect_format
+        config.penalty_incorrect_format
         if guess is None
         else best(
-            [points(guess, answer, equality.get((answer, guess)), keys) for answer in texts], keys
+            [points(guess, answer, equality.get((answer, guess)), config) for answer in texts],
+            config,
         )
         for guess, texts in zip(guesses, accepted, strict=True)
     ]
 
 
-def best(values: list[float], keys: RewardKeys) -> float:
+def best(values: list[float], config: RewardKeys) -> float:
     """The largest of the points for each accepted answer. It is nan if one was not compared and no
     other is equal to the guess."""
     scored = [value for value in values if not math.isnan(value)]
-    least_equal = min(keys.reward_exact_answer, keys.reward_white_space_format_match)
+    least_equal = min(config.reward_exact_answer, config.reward_white_space_format_match)
     if len(scored) < len(values) and max(scored, default=-math.inf) < least_equal:
         return math.nan
     return max(scored)
 
 
-def points(guess: str, answer: str, is_equal: bool | None, keys: RewardKeys) -> float:
+def points(guess: str, answer: str, is_equal: bool | None, config: RewardKeys) -> float:
     """`is_equal`: by value; None if that is not known."""
     if guess == answer:
-        return keys.reward_exact_answer
+        return config.reward_exact_answer
     if guess.strip() == answer.strip():
-        return keys.reward_white_space_format_match
+        return config.reward_white_space_format_match
     if is_equal is None:
         return math.nan
     if is_equal:
-        return keys.reward_exact_answer
+        return config.reward_exact_answer
     ratio = number_ratio(guess, answer)
     if ratio is not None and abs(ratio - 1) <= NEAR:
-        return keys.reward_ratio_guess_to_answer_high
+        return config.reward_ratio_guess_to_answer_high
     if ratio is not None and abs(ratio - 1) <= WITHIN:
-        return keys.reward_ratio_guess_to_answer_low
-    return keys.penalty_incorrect_answer
+        return config.reward_ratio_guess_to_answer_low
+    return config.penalty_incorrect_answer
 
 
 def number_ratio(guess: str, answer: str) -> Decimal | None:
@@ -96,7 +97,7 @@ def number_ratio(guess: str, answer: str) -> Decimal | None:
 
 
 def compare_values(
-    guesses: Sequence[str | None], accepted: Sequence[tuple[str, ...]], keys: RewardKeys
+    guesses: Sequence[str | None], accepted: Sequence[tuple[str, ...]], config: RewardKeys
 ) -> dict[Pair, bool | None]:
     """Whether each (answer, guess) of different texts is equal by value: numbers here, others by
     math-verify. Equal pairs are compared once."""
@@ -109,8 +110,8 @@ def compare_values(
     )
     equality: dict[Pair, bool | None] = {pair: equal_numbers(*pair) for pair in pairs}
     others = [pair for pair, is_equal in equality.items() if is_equal is None]
-    verifier = shared_verifier(keys.math_verify_num_procs)
-    equality |= zip(others, verifier.equal(others, keys.math_verify_timeout), strict=True)
+    verifier = shared_verifier(config.math_verify_num_procs)
+    equality |= zip(others, verifier.equal(others, config.math_verify_timeout), strict=True)
     return equality
 
 

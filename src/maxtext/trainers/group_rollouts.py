@@ -1,0 +1,299 @@
+"""The step of reinforcement learning: sample groups, score them, and update num_iterations times.
+
+Each of batch_size prompts gets num_generations completions from the engine, on the weights of the
+step. The trainer's model scores the same tokens: what it finds are the old log-probabilities of the
+ratio, and a difference from those of the engine above a tolerance ends the run. The seed, the step,
+the prompt and the number of a completion decide its tokens, so that a resumed run goes on bit for
+bit.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from maxtext.checkpoint.open import Checkpoint
+from maxtext.common.errors import UserError
+from maxtext.common.log import LOGGER
+from maxtext.configs.types import MaxTextConfig
+from maxtext.inference.requests import GenerationRequest
+from maxtext.inference.sampling_params import SamplingParams
+from maxtext.input_pipeline import FIELDS, Batch
+from maxtext.input_pipeline.interface import RECORD
+from maxtext.tokenizers import load_tokenizer
+from maxtext.trainers.compile import lower
+from maxtext.trainers.data_loader import DeviceBatch
+from maxtext.trainers.grpo import ADVANTAGES, OLD_LOGPS, GroupRelativePolicy
+from maxtext.trainers.loop import TrainStep
+from maxtext.trainers.losses.advantages import advantages, degenerate_groups
+from maxtext.trainers.on_policy import rollout_metrics
+from maxtext.trainers.prompt_loader import PromptLoader
+from maxtext.trainers.rewards.functions import RewardFunction, compute_rewards, total_rewards
+from maxtext.trainers.rollout import Rollout, RolloutEngine, sample_seed, stop_token_ids
+from maxtext.trainers.rollout_log import RolloutLog, ScoredRollout
+from maxtext.trainers.run_context import RunContext
+from maxtext.trainers.shardings import with_shardings
+from maxtext.trainers.step import TrainState
+
+# The largest difference of a log-probability between the engine and the trainer, by dtype
+TOLERANCE = {"float32": 2e-3}
+TOLERANCE_16_BIT = 0.5
+
+
+@dataclass(frozen=True)
+class Prompt:
+    ids: list[int]
+    columns: dict[str, Any]
+
+
+class GroupRolloutStep:
+    """A train step that samples its batch first. `step`: the number of steps done."""
+
+    def __init__(
+        self,
+        context: RunContext,
+        train_step: TrainStep,
+        data_loader: PromptLoader,
+        rewards: Sequence[RewardFunction],
+        step: int,
+        folder: str,
+        checkpoint: Checkpoint | None,
+    ):
+        objective = context.objective
+        assert isinstance(objective, GroupRelativePolicy)
+        self.context = context
+        self.config = context.config
+        self.objective = objective
+        self.train_step = train_step
+        self.data_loader = data_loader
+        self.rewards = rewards
+        self.step = step
+        self.log = RolloutLog(folder, step)
+        self.tokenizer = load_tokenizer(self.config)
+        self.stop_token_ids = stop_token_ids(self.config, checkpoint)
+        self.engine = RolloutEngine(self.config, objective.model_template, context.rules)
+        self.score = compile_score(context)
+        self.batch: DeviceBatch | None = None
+        self.metrics: dict[str, float] = {}
+        data_loader.step = step
+
+    def __call__(
+        self, state: TrainState, prompts: Batch, key: jax.Array
+    ) -> tuple[TrainState, dict[str, Any]]:
+        first = self.step - self.step % self.config.num_iterations
+        if self.batch is None or first == self.step:
+            rollouts = self.log.read(first) if first < self.step else []
+            self.batch = self.prepare(rollouts or self.sample(state, read_prompts(prompts)))
+        self.step += 1
+        state, metrics = self.train_step(state, self.batch, key)
+        return state, metrics | self.metrics
+
+    def sample(self, state: TrainState, prompts: list[Prompt]) -> list[ScoredRollout]:
+        """The rollouts of this step, scored by the model and by the reward functions."""
+        clock = Clock()
+        rollouts = self.generate(self.context.model_weights(state), prompts)
+        clock.stop("rollout_seconds")
+        old_logps, at_one = self.compute_logps(state, rollouts)
+        differences = check_agreement(self.config, rollouts, at_one)
+        clock.stop("score_seconds")
+        repeated = [each for each in prompts for _ in range(self.config.num_generations)]
+        completions = [self.tokenizer.decode(rollout.token_ids) for rollout in rollouts]
+        names = list(dict.fromkeys(name for each in repeated for name in each.columns))
+        columns = {name: [each.columns.get(name) for each in repeated] for name in names}
+        found = compute_rewards(self.rewards, columns.pop("prompt"), completions, columns)
+        total = total_rewards(self.rewards, found)
+        clock.stop("reward_seconds")
+        group_advantages = np.asarray(advantages(total, self.config.num_generations))
+        scored = [
+            ScoredRollout(
+                step=self.step,
+                prompt=prompt.columns["prompt"],
+                completion=completion,
+                finish_reason=rollout.finish_reason,
+                rewards={name: float(values[row]) for name, values in found.items()},
+                reward=float(total[row]),
+                advantage=float(group_advantages[row]),
+                prompt_ids=rollout.prompt_ids,
+                token_ids=rollout.token_ids,
+                log_probs=rollout.log_probs,
+                old_logps=tuple(map(float, old_logps[row])),
+            )
+            for row, (prompt, completion, rollout) in enumerate(
+                zip(repeated, completions, rollouts, strict=True)
+            )
+        ]
+        self.log.append(scored)
+        if self.config.rl:
+            log_rollout(scored[0])
+        self.metrics = rollout_metrics(rollouts) | differences | clock.seconds
+        self.metrics |= reward_metrics(scored, self.config.num_generations)
+        return scored
+
+    def generate(self, weights: Any, prompts: list[Prompt]) -> list[Rollout]:
+        """num_generations completions of each prompt, in order."""
+        config = self.config
+        requests = [
+            self.request(prompt, index, number)
+            for index, prompt in enumerate(prompts)
+            for number in range(config.num_generations)
+        ]
+        limit = len(requests)
+        if config.rollout_micro_batch_size > 0:
+            limit = config.rollout_micro_batch_size * config.num_generations
+        self.engine.sync(weights, min(limit, len(requests)))
+        try:
+            return [
+                rollout
+                for start in range(0, len(requests), limit)
+                for rollout in self.engine.generate(requests[start : start + limit])
+            ]
+        finally:
+            self.engine.release()
+
+    def request(self, prompt: Prompt, index: int, number: int) -> GenerationRequest:
+        params = SamplingParams.from_config(
+            self.config,
+            max_new_tokens=self.config.max_target_length - len(prompt.ids),
+            seed=sample_seed(self.config.data_shuffle_seed, self.step, index, number),
+            stop_token_ids=self.stop_token_ids,
+            logprobs=0,
+        )
+        return GenerationRequest(prompt.ids, params)
+
+    def compute_logps(
+        self, state: TrainState, rollouts: list[Rollout]
+    ) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """Of the tokens of each completion: log-probabilities under the trainer's model at the
+        sampling temperature, and at 1."""
+        batch = rollout_fields(rollouts, self.config.max_target_length)
+        arrays = self.data_loader.to_device(batch).fields
+        is_learned = batch["targets_segmentation"] != 0
+        results = [np.asarray(values) for values in self.score(state.weights, arrays)]
+        at_temperature, at_one = (
+            [row[mask] for row, mask in zip(values, is_learned, strict=True)] for values in results
+        )
+        return at_temperature, at_one
+
+    def prepare(self, scored: list[ScoredRollout]) -> DeviceBatch:
+        """The batch of an update. With degenerate_group_masking, groups without an advantage have
+        no learned tokens: they add neither to the KL nor to the number of rows."""
+        config, length = self.config, self.config.max_target_length
+        rollouts = [
+            Rollout(
+                each.prompt_ids,
+                each.token_ids,
+                log_probs=each.log_probs,
+                finish_reason=each.finish_reason,
+            )
+            for each in scored
+        ]
+        fields = rollout_fields(rollouts, length)
+        old_logps = np.zeros((len(scored), length, 1), np.float32)
+        for row, each in enumerate(scored):
+            old_logps[row, fields["targets_segmentation"][row] != 0, 0] = each.old_logps
+        values = np.array([each.advantage for each in scored], np.float32)
+        if config.degenerate_group_masking:
+            is_degenerate = np.asarray(degenerate_groups(values, config.num_generations))
+            fields["targets_segmentation"][np.repeat(is_degenerate, config.num_generations)] = 0
+        return self.data_loader.to_device(fields | {OLD_LOGPS: old_logps, ADVANTAGES: values})
+
+
+class Clock:
+    """Seconds of the phases of a step."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self.started = time.perf_counter()
+
+    def stop(self, phase: str) -> None:
+        now = time.perf_counter()
+        self.seconds[phase] = now - self.started
+        self.started = now
+
+
+def compile_score(context: RunContext) -> Callable[[Any, Any], tuple[jax.Array, jax.Array]]:
+    """`GroupRelativePolicy.score` of a batch of rollouts."""
+    objective, shardings = context.objective, context.shardings
+    assert isinstance(objective, GroupRelativePolicy)
+    rows = context.config.global_batch_size_to_train_on
+    batch = context.abstract_batch(rows)
+    fields = {name: batch[name] for name in FIELDS}
+    weights = with_shardings(context.abstract_weights, shardings.weights)
+    jitted = jax.jit(objective.score, out_shardings=shardings.replicated)
+    return lower(context, jitted, weights, fields).compile()
+
+
+def read_prompts(batch: Batch) -> list[Prompt]:
+    lengths = (batch["inputs_segmentation"] != 0).sum(axis=1)
+    return [
+        Prompt(ids[:length].tolist(), record)
+        for ids, length, record in zip(batch["inputs"], lengths, batch[RECORD], strict=True)
+    ]
+
+
+def rollout_fields(rollouts: Sequence[Rollout], length: int) -> Batch:
+    """The fields of FIELDS of a batch whose rows are these rollouts."""
+    rows = [rollout.row(length) for rollout in rollouts]
+    return {name: np.stack([row[name] for row in rows]) for name in FIELDS}
+
+
+def check_agreement(
+    config: MaxTextConfig, rollouts: Sequence[Rollout], trainer_logps: Sequence[np.ndarray]
+) -> dict[str, float]:
+    """The differences of the log-probabilities of the engine from those of the trainer. Raises
+    UserError, which names the worst token, if one is above the tolerance of the dtype."""
+    differences = [
+        np.abs(np.array(rollout.log_probs) - logps)
+        for rollout, logps in zip(rollouts, trainer_logps, strict=True)
+    ]
+    row = max(range(len(rollouts)), key=lambda row: differences[row].max(initial=0))
+    largest = float(differences[row].max(initial=0))
+    tolerance = TOLERANCE.get(config.dtype.value, TOLERANCE_16_BIT)
+    if not largest <= tolerance:
+        at = int(differences[row].argmax())
+        raise UserError(
+            f"the engine and the trainer disagree: token {rollouts[row].token_ids[at]}, number "
+            f"{at} of completion {row}, has the log-probability {rollouts[row].log_probs[at]:.6g} "
+            f"in the engine and {trainer_logps[row][at]:.6g} in the trainer, more than "
+            f"{tolerance} apart"
+        )
+    return {
+        "sampling/logp_difference_mean": float(np.concatenate(differences).mean()),
+        "sampling/logp_difference_max": largest,
+    }
+
+
+def reward_metrics(scored: Sequence[ScoredRollout], num_generations: int) -> dict[str, float]:
+    """Means over the completions that are scored; `reward_std` is that of the groups."""
+    rewards = np.array([each.reward for each in scored]).reshape(-1, num_generations)
+    values = np.array([each.advantage for each in scored])
+    metrics = {"reward": mean(rewards)}
+    deviations = [np.std(group[~np.isnan(group)], ddof=1) for group in rewards if count(group) > 1]
+    metrics["reward_std"] = float(np.mean(deviations)) if deviations else 0.0
+    for name in scored[0].rewards:
+        metrics[f"rewards/{name}"] = mean(np.array([each.rewards[name] for each in scored]))
+    is_degenerate = np.asarray(degenerate_groups(values, num_generations))
+    return metrics | {"groups/degenerate": float(is_degenerate.mean())}
+
+
+def count(values: np.ndarray) -> int:
+    return int((~np.isnan(values)).sum())
+
+
+def mean(values: np.ndarray) -> float:
+    return float(np.nanmean(values)) if count(values) else float("nan")
+
+
+def log_rollout(rollout: ScoredRollout) -> None:
+    """rl=true: one rollout of each step in full."""
+    LOGGER.info(
+        "step %d\nprompt: %s\ncompletion: %s\nrewards: %s\nadvantage: %.4g",
+        rollout.step,
+        rollout.prompt,
+        rollout.completion,
+        ", ".join(f"{name} {value:g}" for name, value in rollout.rewards.items()),
+        rollout.advantage,
+    )

@@ -1,0 +1,39 @@
+"""The built-in rewards as reward functions of a run."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from maxtext.common.errors import UserError
+from maxtext.configs.types import MaxTextConfig
+from maxtext.trainers.rewards.formats import format_exact, format_parts
+from maxtext.trainers.rewards.functions import RewardFunction
+from maxtext.trainers.rewards.keys import RewardKeys
+from maxtext.trainers.rewards.ladder import answer_rewards
+
+ANSWER_COLUMNS = ("answer", "answers", "solution", "target")
+
+
+def builtin_rewards(config: MaxTextConfig) -> list[RewardFunction]:
+    """`format_exact`, `format_parts` and `answer`, with the keys of a run."""
+    reward_config = RewardKeys.from_config(config)
+
+    def exact(prompts: Any, completions: Sequence[str], **columns: Any) -> list[float]:
+        return [format_exact(text, reward_config) for text in completions]
+
+    def parts(prompts: Any, completions: Sequence[str], **columns: Any) -> list[float]:
+        return [format_parts(text, reward_config) for text in completions]
+
+    def answer(prompts: Any, completions: Sequence[str], **columns: Any) -> list[float]:
+        column = next((name for name in ANSWER_COLUMNS if name in columns), None)
+        if column is None:
+            raise UserError(
+                f"the rows have no right answer in a column {', '.join(ANSWER_COLUMNS)}, which the "
+                "built-in rewards compare with"
+            )
+        return answer_rewards(completions, columns[column], reward_config)
+
+    return [
+        RewardFunction("format_exact", exact),
+        RewardFunction("format_parts", parts),
+        RewardFunction("answer", answer),
+    ]

@@ -1,0 +1,182 @@
+"""Reward functions of the user: `f(prompts, completions, **columns) -> a number for each row`.
+
+A number may be None: the row is not scored. A function may be async; those of a step run together.
+"""
+
+import asyncio
+import inspect
+import math
+import threading
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from maxtext.common.errors import ConfigError, UserError
+from maxtext.input_pipeline.formatting import load_function
+from maxtext.input_pipeline.user_code import traceback_of
+
+Columns = Mapping[str, Sequence[Any]]
+
+
+@dataclass(frozen=True)
+class RewardFunction:
+    name: str
+    function: Callable[..., Any]
+    weight: float = 1.0
+
+    def __call__(self, prompts: Sequence[Any], completions: Sequence[str], columns: Columns) -> Any:
+        return self.function(prompts=list(prompts), completions=list(completions), **columns)
+
+
+def reward_functions(
+    functions: Sequence[Callable[..., Any]], weights: Sequence[float] | None = None
+) -> list[RewardFunction]:
+    """Functions with their names and weights, 1 if None. Raises ConfigError if the weights do not
+    fit, or if two functions have one name."""
+    names = [getattr(function, "__name__", type(function).__name__) for function in functions]
+    if repeated := [name for name in names if names.count(name) > 1]:
+        raise ConfigError(f"two reward functions have the name {repeated[0]!r}: rename one")
+    weights = [1.0] * len(names) if weights is None else weights
+    if len(weights) != len(names):
+        raise ConfigError(
+            f"reward_weights has {len(weights)} numbers for {len(names)} reward functions: "
+            f"{', '.join(names)}"
+        )
+    return [
+        RewardFunction(name, function, float(weight))
+        for name, function, weight in zip(names, functions, weights, strict=True)
+    ]
+
+
+def load_reward_functions(
+    path: str, names: Sequence[str], weights: Sequence[float] | None = None
+) -> list[RewardFunction]:
+    """The functions of a module (package.module or file.py). Raises ConfigError."""
+    separator = ":" if path.endswith(".py") else "."
+    functions = [
+        load_function(f"{path}{separator}{name}", key="reward_functions_path") for name in names
+    ]
+    return reward_functions(functions, weights)
+
+
+def compute_rewards(
+    functions: Sequence[RewardFunction],
+    prompts: Sequence[Any],
+    completions: Sequence[str],
+    columns: Columns,
+) -> dict[str, np.ndarray]:
+    """The rewards of each function, float32 [rows] without its weight; nan: not scored.
+
+    Raises UserError, which names the function and the row, if a function fails.
+    """
+    outputs: dict[str, Any] = {}
+    for function in functions:
+        try:
+            outputs[function.name] = function(prompts, completions, columns)
+        except UserError:
+            raise
+        except Exception as error:  # the user's code may raise anything
+            raise failure(function, prompts, completions, columns, error) from error
+    pending = {name: value for name, value in outputs.items() if inspect.isawaitable(value)}
+    for name, value in run_together(pending).items():
+        if isinstance(value, BaseException):
+            function = next(each for each in functions if each.name == name)
+            raise failure(function, prompts, completions, columns, value) from value
+        outputs[name] = value
+    return {name: to_array(name, value, len(completions)) for name, value in outputs.items()}
+
+
+def total_rewards(
+    functions: Sequence[RewardFunction], rewards: Mapping[str, np.ndarray]
+) -> np.ndarray:
+    """The weighted sum, float32 [rows]. A row that some functions do not score has the sum of the
+    others; nan if none scores it."""
+    weighted = np.stack([each.weight * rewards[each.name] for each in functions])
+    is_scored = ~np.isnan(weighted)
+    total = np.where(is_scored, weighted, 0).sum(axis=0)
+    return np.where(is_scored.any(axis=0), total, np.nan).astype(np.float32)
+
+
+def run_together(awaitables: Mapping[str, Awaitable]) -> dict[str, Any]:
+    """The result of each, or its exception. They run in the event loop of another thread, since
+    that of a notebook is running already."""
+    if not awaitables:
+        return {}
+    results: list[Any] = []
+
+    async def gather() -> None:
+        results.extend(await asyncio.gather(*awaitables.values(), return_exceptions=True))
+
+    thread = threading.Thread(target=lambda: asyncio.run(gather()), name="maxtext-rewards")
+    thread.start()
+    thread.join()
+    return dict(zip(awaitables, results, strict=True))
+
+
+def failure(
+    function: RewardFunction,
+    prompts: Sequence[Any],
+    completions: Sequence[str],
+    columns: Columns,
+    error: BaseException,
+) -> UserError:
+    """An error about the first row for which the function fails alone; about the batch if it fails
+    for no single row."""
+    row = failing_row(function, prompts, completions, columns)
+    where = "this batch" if row is None else f"row {row}, completion {completions[row][:80]!r}"
+    message = " ".join(str(error).split()) or "no message"
+    user_error = UserError(
+        f"the reward function {function.name} failed for {where}: {type(error).__name__}: "
+        f"{message}; its traceback follows"
+    )
+    if isinstance(error, Exception):
+        user_error.details = traceback_of(error)
+    return user_error
+
+
+def failing_row(
+    function: RewardFunction, prompts: Sequence[Any], completions: Sequence[str], columns: Columns
+) -> int | None:
+    for row in range(len(completions)):
+        at = slice(row, row + 1)
+        values = {name: column[at] for name, column in columns.items()}
+        try:
+            result = function(prompts[at], completions[at], values)
+            if inspect.isawaitable(result):
+                result = run_together({"": result})[""]
+        except Exception:
+            return row
+        if isinstance(result, BaseException):
+            return row
+    return None
+
+
+def to_array(name: str, values: Any, rows: int) -> np.ndarray:
+    """float32 [rows]; None becomes nan. Raises UserError for another number of values, and for a
+    value that is no finite number."""
+    try:
+        values = list(values)
+    except TypeError:
+        raise UserError(
+            f"the reward function {name} returned {type(values).__name__} instead of a list of "
+            "numbers"
+        ) from None
+    if len(values) != rows:
+        raise UserError(
+            f"the reward function {name} returned {len(values)} rewards for {rows} completions"
+        )
+    array = np.full(rows, np.nan, np.float32)
+    for row, value in enumerate(values):
+        if value is None:
+            continue
+        try:
+            array[row] = float(value)
+        except (TypeError, ValueError):
+            raise UserError(
+                f"the reward function {name} returned {value!r} for row {row}, which is no number"
+            ) from None
+        if math.isinf(array[row]):
+            raise UserError(f"the reward function {name} returned {value!r} for row {row}")
+    return array

@@ -1,0 +1,281 @@
+"""Reinforcement learning: its update against torch, and whole runs."""
+
+import json
+import math
+import shutil
+
+import jax
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from maxtext.common.errors import ConfigError, UserError
+from maxtext.trainers import tune
+from maxtext.trainers.group_rollouts import check_agreement, reward_metrics
+from maxtext.trainers.rollout import Rollout
+from maxtext.trainers.rollout_log import RolloutLog, ScoredRollout
+from tests.trainers.test_distillation import save_llama
+
+BYTES = 259  # ids of the byte tokenizer
+ROWS = [{"prompt": f"{i}+{i}=", "answer": str(2 * i)} for i in range(6)]
+RUN = dict(
+    tokenizer_path="byte",
+    num_generations=4,
+    batch_size=2,
+    num_batches=2,
+    max_prefill_predict_length=8,
+    max_target_length=14,
+    enable_data_shuffling=False,
+    dtype="float32",
+    matmul_precision="highest",
+    scan_layers=False,
+    remat_policy="none",
+    attention="dot_product",
+    gradient_clipping_threshold=0.0,
+    enable_tensorboard=False,
+)
+
+
+def share_of_low_bytes(prompts, completions, **columns):
+    """A reward that the completions of a group hardly ever share."""
+    codes = [text.encode("utf-8", "replace") for text in completions]
+    return [sum(byte < 80 for byte in code) / max(len(code), 1) for code in codes]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("base")
+    save_llama(folder, layers=1, embed_dim=16, seed=0, vocab_size=BYTES)
+    return folder
+
+
+def rollouts_of(run):
+    lines = (run.folder / "rollouts.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def torch_loss(model, reference, rollouts, beta):
+    """GRPO's loss of on-policy rollouts: the ratio is 1, and its gradient that of the logps."""
+    total = 0.0
+    for each in rollouts:
+        ids = torch.tensor([each["prompt_ids"] + each["token_ids"]])
+        first = len(each["prompt_ids"])
+
+        def logps(model, ids=ids, first=first):
+            found = torch.log_softmax(model(ids).logits[0, :-1], -1)
+            return found.gather(1, ids[0, 1:, None])[first - 1 :, 0]
+
+        policy = logps(model)
+        ratio = torch.exp(policy - policy.detach())
+        d = logps(reference).detach() - policy
+        total = total + (-ratio * each["advantage"] + beta * (torch.exp(d) - d - 1)).mean()
+    return total / len(rollouts)
+
+
+def test_update_equals_torch(base, tmp_path, light_compiler):
+    """The rollouts of a step and their advantages, with the model of transformers."""
+    run = tune.grpo(
+        base,
+        ROWS,
+        rewards=[share_of_low_bytes],
+        **RUN,
+        base_output_directory=str(tmp_path),
+        run_name="once",
+        enable_checkpointing=False,
+        steps=2,
+        opt_type="sgd",
+        learning_rate=0.05,
+        lr_schedule_type="wsd",
+        wsd_decay_steps_fraction=0,
+        warmup_steps_fraction=0,
+        grpo_beta=0.1,
+        degenerate_group_masking=False,
+    )
+    model, reference = (
+        transformers.LlamaForCausalLM.from_pretrained(base, attn_implementation="eager")
+        for _ in range(2)
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    rollouts = rollouts_of(run)
+    assert len(rollouts) == 2 * 8
+    for step, metrics in enumerate(run.metrics):
+        sampled = [each for each in rollouts if each["step"] == step]
+        loss = torch_loss(model, reference, sampled, beta=0.1)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        assert metrics["loss"] == pytest.approx(loss.item(), abs=2e-5)
+        assert metrics["sampling/logp_difference_max"] < 1e-4
+        rewards = np.array([each["reward"] for each in sampled])
+        assert metrics["reward"] == pytest.approx(rewards.mean(), rel=1e-6)
+        groups = rewards.reshape(2, 4)
+        expected = (groups - groups.mean(1, keepdims=True)) / (
+            groups.std(1, ddof=1, keepdims=True) + 1e-6
+        )
+        found = np.reshape([each["advantage"] for each in sampled], (2, 4))
+        np.testing.assert_allclose(found, expected, atol=1e-4)
+    probe = np.arange(1, 25).reshape(2, 12)
+    with torch.no_grad():
+        expected = model(torch.tensor(probe)).logits
+    np.testing.assert_allclose(run.model.logits(probe), expected, atol=5e-5)
+
+
+@pytest.fixture(scope="module")
+def train(base, tmp_path_factory, light_compiler):
+    folder = tmp_path_factory.mktemp("runs")
+
+    def run(name, **keys):
+        return tune.grpo(
+            base,
+            ROWS,
+            rewards=[share_of_low_bytes],
+            **RUN
+            | dict(
+                base_output_directory=str(folder),
+                run_name=name,
+                steps=6,
+                num_iterations=2,
+                learning_rate=0.01,
+                checkpoint_period=3,
+                async_checkpointing=False,
+                decode_sampling_temperature=1.5,
+                train_micro_batch_size=1,
+                grpo_beta=0.02,
+            )
+            | keys,
+        )
+
+    return run
+
+
+@pytest.mark.slow
+def test_run_resumes_bit_for_bit_between_the_updates_of_a_batch(train):
+    finished = train("once")
+    kl = [row["kl"] for row in finished.metrics]
+    assert kl[0] < 1e-5 < kl[-1]
+    rollouts = rollouts_of(finished)
+    assert {each["step"] for each in rollouts} == {0, 2, 4}
+    copy = finished.folder.with_name("twice")
+    shutil.copytree(finished.folder, copy)
+    shutil.rmtree(copy / "checkpoints/6")
+    resumed = train("twice")
+    assert [row["step"] for row in resumed.metrics] == [3, 4, 5]
+    for row, expected in zip(resumed.metrics, finished.metrics[3:], strict=True):
+        names = ("loss", "kl", "clip_ratio/low", "clip_ratio/high", "grad_norm")
+        assert {name: row[name] for name in names} == {name: expected[name] for name in names}
+    assert rollouts_of(resumed) == rollouts
+    weights = (run.result.state.weights for run in (finished, resumed))
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), *weights))
+
+
+@pytest.mark.slow
+def test_adapter_learns_a_reward(train):
+    run = train(
+        "adapter",
+        steps=24,
+        num_iterations=1,
+        lora_rank=8,
+        learning_rate=0.1,
+        train_micro_batch_size=-1,
+        decode_sampling_temperature=1.0,
+        num_generations=8,
+        loss_algo="gspo-token",
+        grpo_beta=0.0,
+        enable_checkpointing=False,
+    )
+    rewards = [row["reward"] for row in run.metrics]
+    assert np.mean(rewards[-6:]) > np.mean(rewards[:6]) + 0.1
+    assert (run.folder / "adapter" / "adapter_model.safetensors").is_file()
+
+
+@pytest.mark.slow
+def test_equal_rewards_teach_nothing(base):
+    run = tune.grpo(
+        base,
+        ROWS,
+        rewards=[lambda prompts, completions, **columns: [1.0] * len(completions)],
+        **RUN,
+        steps=1,
+    )
+    assert run.metrics[0]["groups/degenerate"] == 1.0
+    assert run.metrics[0]["loss"] == run.metrics[0]["raw_grad_norm"] == 0.0
+
+
+def test_disagreement_of_engine_and_trainer_names_the_token(base):
+    rollouts = [
+        Rollout((1,), (5, 6), log_probs=(-1.0, -2.0), finish_reason="end"),
+        Rollout((1,), (7,), log_probs=(-0.5,), finish_reason="length"),
+    ]
+
+    class Config:
+        class dtype:
+            value = "float32"
+
+    logps = [np.array([-1.0, -2.001]), np.array([-0.5])]
+    metrics = check_agreement(Config, rollouts, logps)
+    assert metrics["sampling/logp_difference_max"] == pytest.approx(0.001)
+    assert metrics["sampling/logp_difference_mean"] == pytest.approx(0.001 / 3)
+    for worst in (-2.1, math.nan):
+        with pytest.raises(UserError, match="token 6, number 1 of completion 0"):
+            check_agreement(Config, rollouts, [np.array([-1.0, worst]), np.array([-0.5])])
+
+
+def scored(step, reward, advantage):
+    return ScoredRollout(
+        step=step,
+        prompt=[{"role": "user", "content": "é"}],
+        completion="x",
+        finish_reason="end",
+        rewards={"f": reward},
+        reward=reward,
+        advantage=advantage,
+        prompt_ids=(1, 2),
+        token_ids=(3,),
+        log_probs=(-0.1,),
+        old_logps=(float(np.float32(-0.1)),),
+    )
+
+
+def test_metrics_leave_out_what_is_not_scored():
+    group = [
+        scored(0, 1.0, 0.0),
+        scored(0, math.nan, 0.0),
+        scored(0, 1.0, -1.0),
+        scored(0, 3.0, 1.0),
+    ]
+    metrics = reward_metrics(group, 2)
+    assert metrics["reward"] == metrics["rewards/f"] == pytest.approx(5 / 3)
+    assert metrics["reward_std"] == pytest.approx(math.sqrt(2))
+    assert metrics["groups/degenerate"] == 0.5
+
+
+def test_log_of_rollouts_drops_steps_without_a_checkpoint(tmp_path):
+    log = RolloutLog(str(tmp_path), 0)
+    log.append([scored(0, 1.0, 0.5), scored(0, math.nan, 0.0)])
+    log.append([scored(2, 1.0, 0.25)])
+    resumed = RolloutLog(str(tmp_path), 2)
+    assert resumed.read(0)[0] == scored(0, 1.0, 0.5)
+    assert math.isnan(resumed.read(0)[1].reward)
+    assert resumed.read(2) == []
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"num_generations": 1}, "at least 2"),
+        ({"decode_sampling_strategy": "greedy"}, "decode_sampling_strategy=weighted"),
+        ({"max_prefill_predict_length": 14}, "leaves no token"),
+        ({"train_micro_batch_size": 3, "batch_size": 4}, "does not divide"),
+        ({"use_sft": True}, "exclude each other"),
+        ({"off_policy_steps": 1}, "off_policy_steps"),
+    ],
+)
+def test_refused_configurations(base, keys, message):
+    with pytest.raises(ConfigError, match=message):
+        tune.grpo(base, ROWS, rewards=[share_of_low_bytes], **RUN | keys)
+
+
+def test_rows_need_a_prompt(base):
+    with pytest.raises(ConfigError, match="expected prompt; or messages"):
+        tune.grpo(base, [{"text": "a"}], rewards=[share_of_low_bytes], **RUN)
