@@ -4,7 +4,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 FAST ?=
-WORKERS ?= 3  # on two cores, the third fills the time that others wait for processes and files
+WORKERS ?= 2
 
 # Tests start many processes, which read the bytecode that the first one writes.
 export PYTHONDONTWRITEBYTECODE :=

@@ -3,6 +3,7 @@ every source.
 """
 
 import os
+import time
 from itertools import islice
 
 import pytest
@@ -40,6 +41,7 @@ def run_until(make_config, folder, source, damage):
     iterator = make_train_iterator(config)
     for _ in range(3):
         next(iterator)
+    time.sleep(1)  # until threads have read ahead: nothing saves one that reads a mapped file now
     for path in folder.rglob("*"):
         if path.is_file():
             damage(path)

@@ -38,7 +38,8 @@ class ArrowRows(TableFile):
         super().__init__(path, columns, caches, names, counts)
 
     def __getitem__(self, index: int) -> Record:
-        # Reading past the end of a mapped file would kill the process without a message.
+        # Reading past the end of a mapped file would kill the process without a message. It still
+        # does if the file shrinks between this check and the read.
         try:
             size = os.stat(self.path).st_size
         except OSError as error:
