@@ -260,6 +260,16 @@ def test_log_of_rollouts_drops_steps_without_a_checkpoint(tmp_path):
     assert resumed.read(2) == []
 
 
+def test_log_of_rollouts_drops_a_line_that_a_kill_cut_off(tmp_path):
+    log = RolloutLog(str(tmp_path), 0)
+    log.append([scored(0, 1.0, 0.5), scored(0, 2.0, 0.5)])
+    log.path.write_text(log.path.read_text()[:-9])
+    resumed = RolloutLog(str(tmp_path), 1)
+    resumed.append([scored(1, 3.0, 0.5)])
+    assert resumed.read(0) == [scored(0, 1.0, 0.5)]
+    assert resumed.read(1) == [scored(1, 3.0, 0.5)]
+
+
 @pytest.mark.parametrize(
     ("keys", "message"),
     [

@@ -1,7 +1,7 @@
 """Grammars that constrain sampling, by llguidance: which tokens may follow, as bits.
 
 A `GrammarCompiler` belongs to one model. It compiles the constraint of a request to a
-`GrammarMatcher`, which follows one sequence. Compiled grammars are kept, so a constraint that
+`GrammarMatcher`, which follows one sequence. Compiled grammars are cached, so a constraint that
 many requests share is compiled once.
 """
 

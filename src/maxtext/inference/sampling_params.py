@@ -61,7 +61,7 @@ class SamplingParams:
     Generation stops after `max_new_tokens`, with a token in `stop_token_ids`, with the model's
     end-of-sequence token unless `ignore_eos`, or before the first text in `stop` (after it, with
     `include_stop_str_in_output`). `logprobs` also returns the log-probability of every token under
-    the unmodified logits, and of so many of the most likely tokens at its position;
+    the unmodified logits, and of this number of the most likely tokens at its position;
     `prompt_logprobs` does so for the tokens of the prompt, and max_new_tokens may then be 0.
     """
 

@@ -103,8 +103,8 @@ class GroupRolloutStep:
         completions = [self.tokenizer.decode(rollout.token_ids) for rollout in rollouts]
         names = list(dict.fromkeys(name for each in repeated for name in each.columns))
         columns = {name: [each.columns.get(name) for each in repeated] for name in names}
-        found = compute_rewards(self.rewards, columns.pop("prompt"), completions, columns)
-        total = total_rewards(self.rewards, found)
+        rewards = compute_rewards(self.rewards, columns.pop("prompt"), completions, columns)
+        total = total_rewards(self.rewards, rewards)
         clock.stop("reward_seconds")
         group_advantages = np.asarray(advantages(total, self.config.num_generations))
         scored = [
@@ -113,7 +113,7 @@ class GroupRolloutStep:
                 prompt=prompt.columns["prompt"],
                 completion=completion,
                 finish_reason=rollout.finish_reason,
-                rewards={name: float(values[row]) for name, values in found.items()},
+                rewards={name: float(values[row]) for name, values in rewards.items()},
                 reward=float(total[row]),
                 advantage=float(group_advantages[row]),
                 prompt_ids=rollout.prompt_ids,

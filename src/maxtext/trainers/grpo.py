@@ -114,8 +114,8 @@ class GroupRelativePolicy(PolicyObjective):
         model = bind_model(self.config, template, weights)
         x, layer_aux = model.run(batch["inputs"], training_inputs(self.config, batch, key))
         head = partial(head_logps, temperature=temperature)
-        found = run_head(self.config, template, weights, x, batch, head, TOKEN_AXES)
-        return found, layer_aux
+        token_logps = run_head(self.config, template, weights, x, batch, head, TOKEN_AXES)
+        return token_logps, layer_aux
 
     def score(self, weights: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
         """[B, S] each: log-probabilities at the sampling temperature, and at temperature 1, as the

@@ -8,7 +8,7 @@ sums of microbatches add up to the loss of the batch, whatever tokens each of th
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import jax
 import jax.numpy as jnp
@@ -101,14 +101,40 @@ class Objective(Protocol):
 
 
 @dataclass(frozen=True)
-class LanguageModel:
-    """Next-token prediction: pre-training, and SFT, whose batches mask what is not learned."""
+class ModelObjective:
+    """What most objectives share: the weights that are trained are those of the model that runs."""
 
     config: MaxTextConfig
     template: Template
 
-    def with_config(self, config: MaxTextConfig) -> "LanguageModel":
+    def with_config(self, config: MaxTextConfig) -> Self:
         return replace(self, config=config)
+
+    @property
+    def token_fields(self) -> dict[str, tuple[int, Any]]:
+        return {}
+
+    @property
+    def row_fields(self) -> tuple[str, ...]:
+        return ()
+
+    def start_weights(self, weights: Any, reference: Any) -> Any:
+        return weights
+
+    def constrain_weights(self, weights: Any) -> Any:
+        return weights
+
+    @property
+    def model_template(self) -> Template:
+        return self.template
+
+    def model_weights(self, weights: Any, reference: Any) -> Any:
+        return weights
+
+
+@dataclass(frozen=True)
+class LanguageModel(ModelObjective):
+    """Next-token prediction: pre-training, and SFT, whose batches mask what is not learned."""
 
     def counts(self, batch: Batch) -> Sums:
         return token_counts(self.config, batch)
@@ -137,14 +163,6 @@ class LanguageModel:
         return jnp.sum(token_weights(batch))
 
     @property
-    def token_fields(self) -> dict[str, tuple[int, Any]]:
-        return {}
-
-    @property
-    def row_fields(self) -> tuple[str, ...]:
-        return ()
-
-    @property
     def reference_flops_per_token(self) -> float:
         return 0.0
 
@@ -158,16 +176,3 @@ class LanguageModel:
 
     def make_reference(self, initial_weights: Callable[[], Any], shardings: Any) -> Any:
         return None
-
-    def start_weights(self, weights: Any, reference: Any) -> Any:
-        return weights
-
-    def constrain_weights(self, weights: Any) -> Any:
-        return weights
-
-    @property
-    def model_template(self) -> Template:
-        return self.template
-
-    def model_weights(self, weights: Any, reference: Any) -> Any:
-        return weights

@@ -6,40 +6,27 @@ with adapters the base, or the base and the adapter that training started from.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, Self
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from maxtext.configs.types import MaxTextConfig
 from maxtext.layers.lora import join_trees
 from maxtext.layers.parameters import Template
 from maxtext.models.counts import forward_flops_per_token
+from maxtext.trainers.objective import ModelObjective
 from maxtext.trainers.trainable import has_adapters, optimized_mask, select
 
 
 @dataclass(frozen=True)
-class PolicyObjective(ABC):
-    config: MaxTextConfig
-    template: Template
+class PolicyObjective(ModelObjective, ABC):
     base_template: Template  # without adapters
-
-    def with_config(self, config: MaxTextConfig) -> Self:
-        return replace(self, config=config)
 
     @property
     @abstractmethod
     def needs_reference(self) -> bool:
         """Whether every step computes the reference."""
-
-    @property
-    def token_fields(self) -> dict[str, tuple[int, Any]]:
-        return {}
-
-    @property
-    def row_fields(self) -> tuple[str, ...]:
-        return ()
 
     @property
     def reference_flops_per_token(self) -> float:
@@ -91,16 +78,3 @@ class PolicyObjective(ABC):
         base = select(weights, trained, keep=False)
         template = self.template if reference else self.base_template
         return template, jax.lax.stop_gradient(join_trees(reference, base))
-
-    def start_weights(self, weights: Any, reference: Any) -> Any:
-        return weights
-
-    def constrain_weights(self, weights: Any) -> Any:
-        return weights
-
-    @property
-    def model_template(self) -> Template:
-        return self.template
-
-    def model_weights(self, weights: Any, reference: Any) -> Any:
-        return weights

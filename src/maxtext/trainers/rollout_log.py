@@ -61,11 +61,13 @@ class RolloutLog:
 
     def __init__(self, folder: str, step: int):
         self.path = Path(folder) / FILE
-        lines = self.path.read_text(encoding="utf-8").splitlines() if self.path.is_file() else []
-        kept = [line for line in lines if json.loads(line)["step"] < step]
-        if len(kept) < len(lines):
+        text = self.path.read_text(encoding="utf-8") if self.path.is_file() else ""
+        # A line without an end was being written when its process was killed.
+        lines = [line for line in text.splitlines(keepends=True) if line.endswith("\n")]
+        earlier = [line for line in lines if json.loads(line)["step"] < step]
+        if "".join(earlier) != text:
             with atomic_writer(self.path, "w") as file:
-                file.writelines(f"{line}\n" for line in kept)
+                file.writelines(earlier)
 
     def append(self, rollouts: Sequence[ScoredRollout]) -> None:
         with self.path.open("a", encoding="utf-8") as file:

@@ -28,8 +28,8 @@ def read_answer(completion: str, config: RewardKeys) -> str | None:
 def last_solution(completion: str, config: RewardKeys) -> str | None:
     """The text between the last pair of solution tokens."""
     start, end = config.solution_start_token, config.solution_end_token
-    found = re.findall(f"{re.escape(start)}(.*?){re.escape(end)}", completion, re.DOTALL)
-    return found[-1].rpartition(start)[2] if found else None
+    matches = re.findall(f"{re.escape(start)}(.*?){re.escape(end)}", completion, re.DOTALL)
+    return matches[-1].rpartition(start)[2] if matches else None
 
 
 def last_boxed(text: str) -> str | None:

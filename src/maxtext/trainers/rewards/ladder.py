@@ -11,7 +11,7 @@ from maxtext.trainers.rewards.keys import RewardKeys
 from maxtext.trainers.rewards.math_equality import Pair, shared_verifier
 from maxtext.trainers.rewards.normalize import normalize
 
-DECIMALS = 6  # numbers that are equal when rounded to so many are equal, as in math-verify
+DECIMALS = 6  # numbers that are equal after rounding to these are equal, as in math-verify
 NEAR, WITHIN = Decimal("0.1"), Decimal("0.2")
 
 
