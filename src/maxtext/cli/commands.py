@@ -64,6 +64,21 @@ FILE                                          default: the preset distill""",
 num_generations=G           completions of each prompt
 loss_algo=gspo-token        ratios of sequences instead of tokens""",
     ),
+    "evaluate": Command(
+        summary="sample responses to problems, and report how many are right",
+        example="maxtext evaluate load_parameters_path=~/models/Qwen3-0.6B dataset_type=grain \\\n"
+        "           grain_file_type=jsonl grain_eval_files=problems.jsonl num_eval_passes=8",
+        usage="maxtext evaluate [FILE] [key=value ...] [--adapter DIR] [--json]",
+        options="""\
+load_parameters_path=DIR       the model: a Hugging Face folder, a converted checkpoint, or a run
+num_eval_passes=K              responses to each problem; pass@k for k = 1, 2, 4 … up to K
+eval_sampling_strategy=NAME    greedy, standard, liberal or an entry of generation_configs
+eval_mode=pass|maj|pass_at_1   any response is right, the most frequent one is, or the share
+eval_make_lst=true             write the problems that are answered wrong to evaluation.jsonl
+--adapter DIR                  a PEFT adapter of the model
+--json                         machine-readable output
+FILE                           default: the preset evaluate; that of a grpo run is one, too""",
+    ),
     "distill-logits": Command(
         summary="write the largest logits of a teacher over training data, to distill from later",
         example="maxtext distill-logits --top-k 128 logits \\\n"

@@ -168,7 +168,7 @@ def open_train_streams(context: RunContext) -> DataStreams:
 def open_eval_streams(context: RunContext) -> DataStreams | None:
     """None if evaluation is off. Raises ConfigError if it has no data, or data without an end."""
     config = context.config
-    if config.eval_interval <= 0:
+    if config.eval_interval <= 0 or config.use_grpo:  # which samples responses instead
         return None
     if config.eval_steps <= 0 and config.dataset_type.value == "synthetic":
         raise ConfigError(

@@ -31,6 +31,7 @@ from maxtext.diagnostics.plot import save_loss_png
 from maxtext.diagnostics.profiler import Profiler
 from maxtext.diagnostics.stack_trace import stack_traces
 from maxtext.diagnostics.summary import write_summary
+from maxtext.input_pipeline.data_streams import DataStreams
 from maxtext.models.counts import parameter_count
 from maxtext.trainers.banner import banner
 from maxtext.trainers.batch_size import batch_size_at
@@ -128,9 +129,11 @@ def train_locked(
         with Recorder(writers) as recorder, stack_traces(config), contextlib.ExitStack() as closing:
             hooks = build_hooks(context, recorder, profiler, peak_flops)
             if eval_streams is not None:
-                eval_loader = EvalDataLoader(context, eval_streams, data_loader.add_fields)
-                hooks.append(evaluate_hook(context, recorder, eval_loader))
-            hooks += more_hooks
+                hooks.append(evaluate_hook(context, recorder, eval_streams, data_loader.add_fields))
+            train_step = sampling_step(
+                context, step_cache, data_loader, start.step, checkpoint, rewards
+            )
+            hooks += [*response_hooks(train_step, recorder), *more_hooks]
             save = None
             if config.enable_checkpointing:
                 save = Save(context, data_loader.source, start, checksum)
@@ -138,7 +141,7 @@ def train_locked(
                 closing.callback(save.close)
             loop = Loop(
                 state,
-                sampling_step(context, step_cache, data_loader, start.step, checkpoint, rewards),
+                train_step,
                 data_loader=data_loader,
                 key=key,
                 steps=config.steps,
@@ -203,11 +206,13 @@ def build_hooks(
     return [Profile(profiler), record]
 
 
-def evaluate_hook(context: RunContext, recorder: Recorder, data_loader: EvalDataLoader) -> Evaluate:
+def evaluate_hook(
+    context: RunContext, recorder: Recorder, streams: DataStreams, add_fields: AddFields
+) -> Evaluate:
     return Evaluate(
         context.config,
         recorder,
-        data_loader=data_loader,
+        data_loader=EvalDataLoader(context, streams, add_fields),
         eval_step=compile_eval_step(context, context.config.global_batch_size_to_eval_on),
         objective=context.objective,
     )
@@ -282,6 +287,18 @@ def sampling_step(
     from maxtext.trainers.on_policy import OnPolicyStep
 
     return OnPolicyStep(context, train_step, data_loader, step=step, checkpoint=checkpoint)
+
+
+def response_hooks(train_step: TrainStep, recorder: Recorder) -> list[Hook]:
+    """The evaluation of reinforcement learning, if the run does it."""
+    if isinstance(train_step, StepCache):
+        return []
+    from maxtext.trainers.evaluate_responses import evaluation_hooks
+    from maxtext.trainers.group_rollouts import GroupRolloutStep
+
+    if not isinstance(train_step, GroupRolloutStep):
+        return []
+    return evaluation_hooks(train_step, recorder, run_folder(train_step.config))
 
 
 def summarize(

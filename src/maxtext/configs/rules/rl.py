@@ -1,5 +1,6 @@
 """Rules of the reinforcement learning keys."""
 
+from maxtext.configs.eval_sampling import sampling_problem
 from maxtext.configs.rules.rule import derived_rule, in_range, inert_unless, rule
 from maxtext.configs.types import MaxTextConfig, Settings
 from maxtext.configs.types.enums import DatasetType
@@ -17,6 +18,9 @@ in_range(
 )
 in_range(0, None, "grpo_beta", "grpo_epsilon", "epsilon_high", "off_policy_steps")
 in_range(1, None, "train_micro_batch_size", "rollout_micro_batch_size", special=(-1,))
+in_range(0, None, "num_test_batches", special=(-1,))
+in_range(0, None, "test_batch_start_index")
+in_range(1, None, "num_eval_passes")
 
 
 inert_unless(
@@ -32,6 +36,7 @@ inert_unless(
     "degenerate_group_masking",
     "batch_size",
     "num_batches",
+    "num_test_batches",
     "train_fraction",
     "train_micro_batch_size",
     "rollout_micro_batch_size",
@@ -98,11 +103,48 @@ def prompts_leave_room_for_a_completion(settings: Settings) -> str | None:
     return None
 
 
+inert_unless(
+    lambda s: s.use_grpo and s.num_test_batches,
+    "use_grpo=true and num_test_batches",
+    "test_batch_start_index",
+    "eval_sampling_strategy",
+    "generation_configs",
+    "num_eval_passes",
+    "eval_make_lst",
+    "eval_mode",
+)
+inert_unless(lambda s: s.eval_make_lst, "eval_make_lst=true", "eval_corr_lst")
+inert_unless(
+    lambda s: not s.use_grpo,
+    "a loss of evaluation data: use_grpo samples responses instead",
+    "eval_steps",
+    "target_eval_loss",
+    "eval_per_device_batch_size",
+)
+
+
 @rule("eval_interval")
-def policies_have_no_evaluation_loss(settings: Settings) -> str | None:
-    if settings.use_grpo and settings.eval_interval > 0:
-        return "use_grpo has no loss of evaluation data: leave eval_interval out"
+def evaluation_has_problems(settings: Settings) -> str | None:
+    if settings.use_grpo and settings.eval_interval > 0 and not settings.num_test_batches:
+        return (
+            f"eval_interval={settings.eval_interval} evaluates num_test_batches=0 batches: raise "
+            "it, or leave eval_interval out"
+        )
     return None
+
+
+@rule("test_batch_start_index")
+def evaluation_begins_before_it_ends(settings: Settings) -> str | None:
+    first, batches = settings.test_batch_start_index, settings.num_test_batches
+    if settings.use_grpo and batches > 0 and first >= batches * settings.batch_size:
+        return (
+            f"test_batch_start_index={first} is not below num_test_batches={batches} times "
+            f"batch_size={settings.batch_size}, where evaluation ends: lower it"
+        )
+    return None
+
+
+rule("eval_sampling_strategy")(sampling_problem)
 
 
 @rule("train_micro_batch_size")

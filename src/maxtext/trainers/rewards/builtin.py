@@ -6,7 +6,7 @@ from typing import Any
 from maxtext.common.errors import UserError
 from maxtext.configs.types import MaxTextConfig
 from maxtext.trainers.rewards.formats import format_exact, format_parts
-from maxtext.trainers.rewards.functions import RewardFunction
+from maxtext.trainers.rewards.functions import Columns, RewardFunction
 from maxtext.trainers.rewards.keys import RewardKeys
 from maxtext.trainers.rewards.ladder import answer_rewards
 
@@ -24,16 +24,21 @@ def builtin_rewards(config: MaxTextConfig) -> list[RewardFunction]:
         return [format_parts(text, reward_config) for text in completions]
 
     def answer(prompts: Any, completions: Sequence[str], **columns: Any) -> list[float]:
-        column = next((name for name in ANSWER_COLUMNS if name in columns), None)
-        if column is None:
-            raise UserError(
-                f"the rows have no right answer in a column {', '.join(ANSWER_COLUMNS)}, which the "
-                "built-in rewards compare with"
-            )
-        return answer_rewards(completions, columns[column], reward_config)
+        return answer_rewards(completions, right_answers(columns), reward_config)
 
     return [
         RewardFunction("format_exact", exact),
         RewardFunction("format_parts", parts),
         RewardFunction("answer", answer),
     ]
+
+
+def right_answers(columns: Columns) -> Sequence[Any]:
+    """The column with the right answers. Raises UserError if there is none."""
+    column = next((name for name in ANSWER_COLUMNS if name in columns), None)
+    if column is None:
+        raise UserError(
+            f"the rows have no right answer in a column {', '.join(ANSWER_COLUMNS)}, which "
+            "completions are compared with"
+        )
+    return columns[column]

@@ -11,11 +11,10 @@ from maxtext.trainers.rewards.keys import RewardKeys
 from maxtext.trainers.rewards.ladder import NEAR, compare_values, number_ratio
 
 EVAL_MODES = ("pass", "maj", "pass_at_1")
+Grade = tuple[float, float, float]  # right, nearly right, format
 
 
-def grade(
-    responses: Sequence[str], answers: Any, *, eval_mode: str = "pass", **keys: Any
-) -> tuple[float, float, float]:
+def grade(responses: Sequence[str], answers: Any, *, eval_mode: str = "pass", **keys: Any) -> Grade:
     """(right, nearly right, format) of the responses to one problem, each from 0 to 1.
 
     `answers`: those that count. A response is right if its answer equals one of them, by value, and
@@ -25,7 +24,14 @@ def grade(
     if eval_mode not in EVAL_MODES:
         raise ValueError(f"eval_mode={eval_mode!r} is not one of {', '.join(EVAL_MODES)}")
     config = RewardKeys.from_python(**keys)
-    grades = grade_responses(responses, answers, config)
+    (grades,) = grade_problems([responses], [answers], config)
+    return combine_grades(responses, grades, eval_mode, config)
+
+
+def combine_grades(
+    responses: Sequence[str], grades: Sequence[Grade], eval_mode: str, config: RewardKeys
+) -> Grade:
+    """The grade of a problem from those of its responses; see `grade`."""
     if not grades:
         return 0.0, 0.0, 0.0
     if eval_mode == "maj":
@@ -47,13 +53,18 @@ def grade(
     return right, near, form
 
 
-def grade_responses(
-    responses: Sequence[str], answers: Any, config: RewardKeys
-) -> list[tuple[float, float, float]]:
-    """(right, nearly right, format) of each response. One that is not compared in time is wrong."""
-    accepted = accepted_answers(answers)
-    guesses = [read_answer(text, config) for text in responses]
-    equality = compare_values(guesses, [accepted] * len(guesses), config)
+def grade_problems(
+    responses: Sequence[Sequence[str]], answers: Sequence[Any], config: RewardKeys
+) -> list[list[Grade]]:
+    """(right, nearly right, format) of each response to each problem, compared together. A
+    response that is not compared in time is wrong."""
+    accepted = [accepted_answers(answer) for answer in answers]
+    guesses = [[read_answer(text, config) for text in texts] for texts in responses]
+    equality = compare_values(
+        [guess for group in guesses for guess in group],
+        [texts for texts, group in zip(accepted, guesses, strict=True) for _ in group],
+        config,
+    )
 
     def is_right(guess: str, answer: str) -> bool:
         return guess.strip() == answer.strip() or bool(equality[answer, guess])
@@ -62,13 +73,16 @@ def grade_responses(
         ratio = number_ratio(guess, answer)
         return is_right(guess, answer) or (ratio is not None and abs(ratio - 1) <= NEAR)
 
-    return [
-        (
-            float(guess is not None and any(is_right(guess, answer) for answer in accepted)),
-            float(guess is not None and any(is_near(guess, answer) for answer in accepted)),
+    def grade_one(guess: str | None, text: str, texts: tuple[str, ...]) -> Grade:
+        return (
+            float(guess is not None and any(is_right(guess, answer) for answer in texts)),
+            float(guess is not None and any(is_near(guess, answer) for answer in texts)),
             float(has_format(text, config)),
         )
-        for guess, text in zip(guesses, responses, strict=True)
+
+    return [
+        [grade_one(guess, text, texts) for guess, text in zip(group, written, strict=True)]
+        for group, written, texts in zip(guesses, responses, accepted, strict=True)
     ]
 
 

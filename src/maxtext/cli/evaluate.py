@@ -1,0 +1,44 @@
+"""`maxtext evaluate`: responses that a model samples, and how many of them are right."""
+
+import json
+from pathlib import Path
+
+from maxtext.cli import arguments
+from maxtext.cli.decode import model_path
+from maxtext.cli.generation import load_session, note, resolve_model
+from maxtext.common.errors import ConfigError
+from maxtext.configs import sources
+
+PRESET = str(sources.HERE / "evaluate.yml")
+
+
+def run(args: list[str]) -> int:
+    as_json = arguments.take_flag(args, "--json")
+    adapter = arguments.take_adapter(args)
+    file, overrides = arguments.split(args)
+    overrides += adapter
+    if file is not None:
+        overrides.append("use_grpo=true")
+    file = file or PRESET
+    model = resolve_model(model_path(file, overrides), file, overrides)
+    config = model.config
+    if config.num_test_batches == 0:
+        raise ConfigError("num_test_batches=0 leaves nothing to evaluate: raise it, or set -1")
+    from maxtext.trainers.evaluation import evaluate_llm, require_problems, write_responses
+    from maxtext.trainers.rewards.builtin import builtin_rewards
+    from maxtext.trainers.train import run_folder
+
+    problems = require_problems(config)  # an error comes before the weights are loaded
+    session = load_session(model)
+    evaluation = evaluate_llm(config, session.llm, problems, builtin_rewards(config))
+    if config.eval_make_lst:
+        note(f"wrote {write_responses(config, evaluation, Path(run_folder(config)))}")
+    metrics = evaluation.metrics
+    if as_json:
+        print(json.dumps({"problems": len(problems), **metrics}))
+        return 0
+    width = max(map(len, metrics))
+    print(f"{'problems':{width}}  {len(problems)}")
+    for name, value in metrics.items():
+        print(f"{name:{width}}  {value:.4f}")
+    return 0
