@@ -1,10 +1,11 @@
-"""`maxtext bench inference`: its table, its JSON file and its errors."""
+"""`maxtext bench`: its tables, its JSON files and its errors."""
 
 import json
 
 import pytest
 
 from maxtext.cli.main import main
+from tests.diagnostics.stub_server import run_stub
 
 TINY = [
     "model_name=llama2-7b",
@@ -65,8 +66,42 @@ def test_table_and_json_file(tmp_path, capsys):
             ["inference", *TINY, "inference_microbenchmark_num_samples=[2]"],
             "it needs multi_sampling=true",
         ),
+        (["serve", "--streams", "4", "--rate", "2"], "give one of them"),
+        (["serve", "--requests", "4", "--duration", "2"], "give one of them"),
+        (["serve", "--rate", "inf"], "--requests says how many"),
+        (["serve", "--rate", "0"], "a number above 0 or inf"),
+        (["serve", "--duration", "inf"], "a number above 0, not"),
+        (["serve", "--streams", "0"], "of at least 1"),
+        (["serve", "--prompt-tokens", "9-3"], "a range such as 64-1024"),
+        (["serve", "--new-tokens", "a"], "a range such as 64-1024"),
+        (["serve", "--url", "localhost:8000"], "--url takes an address"),
+        (["serve", "--json", "gs://bucket/x"], "only local paths"),
+        (["serve", "x=1"], "unknown argument 'x=1'"),
     ],
 )
 def test_errors(args, sentence, capsys):
     assert main(["bench", *args]) == 2
     assert sentence in capsys.readouterr().err
+
+
+def test_serve_prints_and_writes(tmp_path, capsys):
+    """Two tokens an event; the fault of one request is the exit code 1."""
+    pytest.importorskip("matplotlib")
+    load = ["--streams", "2", "--requests", "5", "--new-tokens", "6"]
+    outputs = ["--json", str(tmp_path / "a.json"), "--plot", str(tmp_path / "a.png")]
+    with run_stub(faults={2: 429}) as (_, url):
+        assert main(["bench", "serve", "--url", url, *load, *outputs]) == 1
+    written = json.loads((tmp_path / "a.json").read_text())
+    assert (written["requests"], written["new_tokens"]) == (4, 24)
+    assert written["errors"] == {"429": 1}
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["milliseconds", "p50", "p90", "p99", "mean", "max"]
+    assert lines[1].startswith("time to first token")
+    assert lines[-2].startswith("4 requests in ")
+    assert lines[-1] == "errors: 1 x 429 (the first: a fault)"
+
+
+def test_serve_without_a_server(capsys):
+    assert main(["bench", "serve", "--url", "http://127.0.0.1:1"]) == 1
+    assert "GET /v1/models of 127.0.0.1:1 failed" in capsys.readouterr().err

@@ -1,5 +1,6 @@
 """Parses the arguments of a command: an optional FILE, key=value overrides, and its own options."""
 
+import math
 import re
 
 from maxtext.common.errors import ConfigError
@@ -81,6 +82,33 @@ def take_number(args: list[str], option: str, low: int, high: int | None = None)
         limits = f"of at least {low}" if high is None else f"from {low} to {high}"
         raise ConfigError(f"{option} takes a whole number {limits}, not {text!r}")
     return int(text)
+
+
+def take_positive(args: list[str], option: str, allow_infinite: bool = False) -> float | None:
+    """The value of an option that takes a number above 0, or `inf` if that is allowed."""
+    text = take_value(args, option)
+    if text is None:
+        return None
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not value > 0 or (math.isinf(value) and not allow_infinite):
+        limits = " or inf" if allow_infinite else ""
+        raise ConfigError(f"{option} takes a number above 0{limits}, not {text!r}")
+    return value
+
+
+def take_range(args: list[str], option: str) -> tuple[int, int] | None:
+    """The value of an option that takes a whole number above 0, or two of them as LOW-HIGH."""
+    text = take_value(args, option)
+    if text is None:
+        return None
+    match = re.fullmatch(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", text)
+    low, high = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+    if not 1 <= low <= high:
+        raise ConfigError(f"{option} takes a number or a range such as 64-1024, not {text!r}")
+    return low, high
 
 
 def take_adapter(args: list[str]) -> list[str]:

@@ -1,4 +1,5 @@
-"""`maxtext bench inference`: the speed of prefill and decode, by batch size and length.
+"""`maxtext bench inference`: the speed of prefill and decode, by batch size and length. `maxtext
+bench serve` is in bench_serve.py.
 
 Prefill: one prompt of each length. Generate: a batch of sequences of each length, decoded in
 programs of several steps. Bandwidth counts what a decode step has to read once: all weights, and
@@ -15,7 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from maxtext.cli import arguments
+from maxtext.cli import arguments, bench_serve
 from maxtext.cli.decode import model_path
 from maxtext.cli.generation import load_session, note, resolve_model
 from maxtext.cli.terminal import format_table
@@ -31,8 +32,13 @@ PROMPT_INDICES = itertools.count()
 
 
 def run(args: list[str]) -> int:
-    if not args or args[0] != "inference":
-        raise ConfigError("what is to be measured? maxtext bench inference [FILE] [key=value ...]")
+    if args[:1] == ["serve"]:
+        return bench_serve.run(args[1:])
+    if args[:1] != ["inference"]:
+        raise ConfigError(
+            "what is to be measured? maxtext bench inference [FILE] [key=value ...], or "
+            "maxtext bench serve --url URL [flags]"
+        )
     file, overrides = arguments.split(args[1:])
     model = resolve_model(model_path(file, overrides), file, overrides)
     config = model.config

@@ -189,16 +189,35 @@ key=value                    any key of base.yml; per_device_batch_size requests
         settings=False,
     ),
     "bench": Command(
-        summary="measure prefill and decode speed by batch size and prompt length",
-        example="maxtext bench inference model_name=qwen3-0.6b per_device_batch_size=4",
-        usage="maxtext bench inference [FILE] [key=value ...]",
+        summary="measure the speed of prefill and decode, or the latencies of a server under load",
+        example="maxtext bench inference model_name=qwen3-0.6b per_device_batch_size=4\n"
+        "         maxtext bench serve --streams 64 --prompt-tokens 64-1024 --plot load.png",
+        usage="""\
+maxtext bench inference [FILE] [key=value ...]
+maxtext bench serve [--url URL] [flags]""",
         options="""\
+inference: the model and what to measure
 load_parameters_path=DIR or model_name=NAME         the model; a name has random weights
 per_device_batch_size=N                             batch sizes 1, 2, 4 … N per device
 inference_microbenchmark_prefill_lengths=64,1024    prompt lengths
 inference_microbenchmark_stages=prefill,generate    stages to measure
 inference_microbenchmark_log_file_path=FILE         write the results as JSON
-multi_sampling=true                                 also several samples of one prompt""",
+multi_sampling=true                                 also several samples of one prompt
+
+serve: requests to a server with OpenAI's API
+--url URL               default: http://127.0.0.1:8000
+--api-key KEY           default: the environment variable MAXTEXT_API_KEY
+--model NAME            default: the first of the server
+--streams N             closed loop: so many requests at a time; default: 16
+--rate R                open loop: R requests a second, at random times; inf: all at once
+--requests N            number of requests
+--duration S            or the seconds in which they are sent; default: 30
+--prompt-tokens A[-B]   length of prompts, uniformly distributed; default: 128
+--new-tokens A[-B]      length of completions; default: 64
+--seed N                of lengths, tokens and arrival times; default: 0
+--timeout S             of a request; default: 600
+--json OUT              write the numbers as JSON
+--plot OUT.png          draw distributions and time lines""",
     ),
     "convert": Command(
         summary="convert checkpoints from and to Hugging Face, or extract trained weights",

@@ -131,8 +131,9 @@ def run(args: list[str]) -> int:
         from maxtext.cli.arguments import refuse_remote
 
         is_text = name == "tokenizer" and rest[:1] == ["inspect"]  # from the third argument on
-        has_origins = name == "serve"  # of pages, after the folder
-        refuse_remote(rest[:1] if has_origins else rest[:2] if is_text else rest)
+        # Origins of pages after a folder, and the address of a server.
+        has_urls = name == "serve" or (name, *rest[:1]) == ("bench", "serve")
+        refuse_remote(rest[:1] if has_urls else rest[:2] if is_text else rest)
     with progress.working(f"maxtext {name} is starting"):  # the imports take seconds
         return importlib.import_module(f"maxtext.cli.{name.replace('-', '_')}").run(rest)
 

@@ -19,6 +19,7 @@ from maxtext.cli.generation import (
     resolve_model,
 )
 from maxtext.common import progress, signals
+from maxtext.common.descriptors import raise_descriptor_limit
 from maxtext.common.errors import ConfigError
 from maxtext.common.extras import require
 from maxtext.common.log import LOGGER
@@ -65,7 +66,7 @@ def run(args: list[str]) -> int:
     refuse_useless(model.config, "serve", USELESS)
     from maxtext.inference.server import lifecycle
 
-    lifecycle.raise_descriptor_limit()
+    raise_descriptor_limit()
     if parsed.uds is not None:
         listener = lifecycle.bind_unix(parsed.uds)
     else:

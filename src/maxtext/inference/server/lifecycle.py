@@ -1,6 +1,5 @@
 """The server as a thread, from a bound socket to the end of its last response."""
 
-import contextlib
 import socket
 import stat
 import threading
@@ -144,12 +143,3 @@ def wait_until_stopped(
         if not is_healthy() or not server.thread.is_alive():
             return False
     return True
-
-
-def raise_descriptor_limit() -> None:
-    """Every connection needs a file descriptor: allow as many as the system does."""
-    import resource
-
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
