@@ -3,7 +3,7 @@
 from maxtext.trainers.losses.advantages import advantages, degenerate_groups
 from maxtext.trainers.losses.distill import anneal, distill, divergence
 from maxtext.trainers.losses.grpo import grpo, sampler_weights
-from maxtext.trainers.losses.logps import logps
+from maxtext.trainers.losses.logps import entropies, logps
 from maxtext.trainers.losses.preference import dpo, orpo
 from maxtext.trainers.losses.sft import sft
 
@@ -14,6 +14,7 @@ __all__ = [
     "distill",
     "divergence",
     "dpo",
+    "entropies",
     "grpo",
     "logps",
     "orpo",

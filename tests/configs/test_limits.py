@@ -123,7 +123,7 @@ def test_every_key_that_names_a_path_is_checked():
     named = {key for key in fields.KEYS if re.search("_(path|dir|directory|file|files)$", key)}
     acting = {key for key in named if ledger.status(key).kind == "acts"}
     urls = {"hf_path", "hf_data_dir", "hf_train_files", "hf_eval_files"}  # `datasets` opens them
-    functions = {"formatting_func_path"}  # checked when it is loaded
+    functions = {"formatting_func_path", "reward_functions_path"}  # checked when loaded
     patterns = {"lora_module_path"}  # over the paths of weights
     assert acting - urls - functions - patterns <= limits.PATH_KEYS
 

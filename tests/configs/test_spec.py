@@ -50,6 +50,20 @@ ADDED_KEYS = {
         "gkd_max_new_tokens",
         "gkd_seq_kd",
     ],
+    "PolicyOptimization": [
+        "loss_agg_mode",
+        "scale_rewards",
+        "kl_estimator",
+        "kl_correction",
+        "dual_clip",
+        "sampler_correction",
+        "sampler_correction_cap",
+        "sampler_trainer_tolerance",
+        "mask_truncated",
+        "reward_functions_path",
+        "reward_functions",
+        "reward_weights",
+    ],
 }
 # Filled by base.yml; the type's own default is empty.
 BASE_ONLY = {"logical_axis_rules", "data_sharding"}

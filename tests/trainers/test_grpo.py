@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -13,7 +14,6 @@ import transformers
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.trainers import tune
 from maxtext.trainers.group_rollouts import check_agreement, reward_metrics
-from maxtext.trainers.rollout import Rollout
 from maxtext.trainers.rollout_log import RolloutLog, ScoredRollout
 from tests.trainers.test_distillation import save_llama
 
@@ -202,26 +202,25 @@ def test_equal_rewards_teach_nothing(base):
     assert run.metrics[0]["loss"] == run.metrics[0]["raw_grad_norm"] == 0.0
 
 
-def test_disagreement_of_engine_and_trainer_names_the_token(base):
+def test_disagreement_of_sampler_and_trainer_names_the_token():
     rollouts = [
-        Rollout((1,), (5, 6), log_probs=(-1.0, -2.0), finish_reason="end"),
-        Rollout((1,), (7,), log_probs=(-0.5,), finish_reason="length"),
+        scored(0, 1.0, 0.0, token_ids=(5, 6), log_probs=(-1.0, -2.0)),
+        scored(0, 1.0, 0.0, token_ids=(7,), log_probs=(-0.5,)),
     ]
-
-    class Config:
-        class dtype:
-            value = "float32"
-
-    logps = [np.array([-1.0, -2.001]), np.array([-0.5])]
-    metrics = check_agreement(Config, rollouts, logps)
-    assert metrics["sampling/logp_difference_max"] == pytest.approx(0.001)
-    assert metrics["sampling/logp_difference_mean"] == pytest.approx(0.001 / 3)
-    for worst in (-2.1, math.nan):
+    config = SimpleNamespace(dtype=SimpleNamespace(value="float32"), sampler_trainer_tolerance=None)
+    positions = np.array([2, 1])  # prompts have two tokens: target 1 is the first sampled one
+    check_agreement(config, rollouts, np.array([0.0019, -0.0019]), positions)
+    for worst in (-0.1, math.nan):
         with pytest.raises(UserError, match="token 6, number 1 of completion 0"):
-            check_agreement(Config, rollouts, [np.array([-1.0, worst]), np.array([-0.5])])
+            check_agreement(config, rollouts, np.array([worst, 0.001]), positions)
+    config.sampler_trainer_tolerance = 0.05
+    with pytest.raises(UserError, match=r"-2 in the sampler and -2.1 in the trainer, more than"):
+        check_agreement(config, rollouts, np.array([-0.1, 0.0]), positions)
+    config.sampler_trainer_tolerance = 0.2
+    check_agreement(config, rollouts, np.array([-0.1, 0.0]), positions)
 
 
-def scored(step, reward, advantage):
+def scored(step, reward, advantage, token_ids=(3,), log_probs=(-0.1,)):
     return ScoredRollout(
         step=step,
         prompt=[{"role": "user", "content": "é"}],
@@ -231,8 +230,8 @@ def scored(step, reward, advantage):
         reward=reward,
         advantage=advantage,
         prompt_ids=(1, 2),
-        token_ids=(3,),
-        log_probs=(-0.1,),
+        token_ids=token_ids,
+        log_probs=log_probs,
         old_logps=(float(np.float32(-0.1)),),
     )
 

@@ -25,12 +25,12 @@ def run(args: list[str]) -> int:
     if config.num_test_batches == 0:
         raise ConfigError("num_test_batches=0 leaves nothing to evaluate: raise it, or set -1")
     from maxtext.trainers.evaluation import evaluate_llm, require_problems, write_responses
-    from maxtext.trainers.rewards.builtin import builtin_rewards
+    from maxtext.trainers.rewards.builtin import run_rewards
     from maxtext.trainers.train import run_folder
 
     problems = require_problems(config)  # an error comes before the weights are loaded
     session = load_session(model)
-    evaluation = evaluate_llm(config, session.llm, problems, builtin_rewards(config))
+    evaluation = evaluate_llm(config, session.llm, problems, run_rewards(config))
     if config.eval_make_lst:
         note(f"wrote {write_responses(config, evaluation, Path(run_folder(config)))}")
     metrics = evaluation.metrics

@@ -82,8 +82,9 @@ def from_text(key: str, text: str) -> Any:
 
 
 def normalise(key: str, value: Any) -> Any:
-    """`none` clears a key: None where the type has it, else the empty text."""
-    if is_none(value):
+    """`none` clears a key, unless it is one of its choices: None where the type has it, else the
+    empty text."""
+    if is_none(value) and value not in choices(key):
         if admits_none(key):
             return None
         return "" if admits_text(key) else value

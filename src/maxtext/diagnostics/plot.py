@@ -1,4 +1,5 @@
 """loss.png: training and evaluation loss over the steps, drawn with matplotlib (extra `plot`).
+reward.png of reinforcement learning is drawn in the same way, without a logarithmic scale.
 
 The loss of each step is drawn pale, a moving average on top of it, evaluations as markers. The
 legend has the last value of each curve; that of the training loss equals the one in summary.json.
@@ -25,6 +26,7 @@ SIZE_INCHES = (9.0, 5.0)
 DPI = 150
 RAW_COLOR, SMOOTH_COLOR, EVAL_COLOR = "#a9c8ec", "#1e60b4", "#e26a1c"
 LOG_SCALE_FROM = 10.0  # ratio of the largest to the smallest loss
+LOSS, REWARD = "loss (nats per token)", "mean reward"  # labels of the y axis
 AGG_CHUNK_POINTS = 10_000  # Agg fails on very long paths unless it may split them
 
 Points = tuple[np.ndarray, np.ndarray]
@@ -36,14 +38,15 @@ def save_loss_png(
     losses: Sequence[float | None],
     eval_points: Iterable[tuple[int, float | None]] = (),
     title: str = "",
+    quantity: str = LOSS,
 ) -> None:
-    """Plot losses over steps, and the (step, loss) pairs of evaluations.
+    """Plot losses over steps, and the (step, loss) pairs of evaluations; or another quantity.
 
     The file is written atomically. Raises MissingExtra if matplotlib is not installed.
     """
-    matplotlib = require("matplotlib", "loss.png")
+    matplotlib = require("matplotlib", os.path.basename(path))
     with matplotlib.rc_context({"agg.path.chunksize": AGG_CHUNK_POINTS}):
-        figure = loss_figure(steps, losses, eval_points, title)
+        figure = loss_figure(steps, losses, eval_points, title, quantity)
         with atomic_writer(path, "wb") as file:
             figure.savefig(file, format="png")
 
@@ -53,6 +56,7 @@ def loss_figure(
     losses: Sequence[float | None],
     eval_points: Iterable[tuple[int, float | None]] = (),
     title: str = "",
+    quantity: str = LOSS,
 ) -> "Figure":
     """The figure that `save_loss_png` writes. It uses no pyplot, hence no display and no state."""
     figure = require("matplotlib.figure", "loss.png").Figure(
@@ -75,15 +79,19 @@ def loss_figure(
         axes.plot(*evals, color=EVAL_COLOR, linewidth=1.0, marker="o", markersize=4.5, label=last)
     curves = [losses for _, losses in (train, evals) if len(losses)]
     if curves:
-        set_loss_axis(axes, curves, ticker)
-        axes.legend(loc="upper right", framealpha=0.8, edgecolor="none")
+        set_loss_axis(axes, curves, ticker, LOG_SCALE_FROM if quantity == LOSS else math.inf)
+        axes.legend(
+            loc="upper right" if quantity == LOSS else "lower right",
+            framealpha=0.8,
+            edgecolor="none",
+        )
     else:
         axes.text(0.5, 0.5, "no finite losses", transform=axes.transAxes, ha="center")
     axes.xaxis.set_major_locator(ticker.MaxNLocator(nbins=9, integer=True))
     axes.xaxis.set_major_formatter(ticker.StrMethodFormatter("{x:,.0f}"))
     axes.margins(x=0.01)
     axes.set_xlabel("step")
-    axes.set_ylabel("loss (nats per token)")
+    axes.set_ylabel(quantity)
     axes.set_title(title if len(title) <= 80 else f"{title[:79]}…", loc="left", parse_math=False)
     axes.grid(which="major", color="#e9ecf0")
     axes.set_axisbelow(True)
@@ -91,11 +99,13 @@ def loss_figure(
     return figure
 
 
-def set_loss_axis(axes: "Axes", curves: Sequence[np.ndarray], ticker: ModuleType) -> None:
-    """Limits without spikes; a logarithmic scale where losses span more than LOG_SCALE_FROM."""
+def set_loss_axis(
+    axes: "Axes", curves: Sequence[np.ndarray], ticker: ModuleType, log_scale_from: float
+) -> None:
+    """Limits without spikes; a logarithmic scale where losses span more than `log_scale_from`."""
     low = min(float(losses.min()) for losses in curves)
     high = max(typical_max(losses) for losses in curves)
-    if low > 0 and high / low > LOG_SCALE_FROM:
+    if low > 0 and high / low > log_scale_from:
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1.0, 2.0, 5.0)))
         axes.yaxis.set_major_formatter(ticker.FuncFormatter(lambda loss, _: f"{loss:g}"))

@@ -40,8 +40,10 @@ def make_cache_config(programs: Programs, slots: int, length: int) -> CacheConfi
     )
 
 
-def fit_slots(programs: Programs, slots: int, length: int) -> int:
-    """`slots`, halved until their caches fit in free memory; at least one. The key
+def fit_slots(
+    programs: Programs, slots: int, length: int, memory_fraction: float = MAX_CACHE_FRACTION
+) -> int:
+    """`slots`, halved until their caches fit in this part of free memory; at least one. The key
     pagedattn_num_pages sets the size of a paged cache, however many slots share it.
     """
     if programs.config.attention == "paged":
@@ -51,7 +53,7 @@ def fit_slots(programs: Programs, slots: int, length: int) -> int:
     slot_bytes = sum(array.size * array.dtype.itemsize for array in jax.tree.leaves(caches))
     memory = jax.local_devices()[0].memory_stats() or {}
     free = memory.get("bytes_limit", host_memory_bytes() // 2) - memory.get("bytes_in_use", 0)
-    while slots > 1 and slots * slot_bytes > free * jax.device_count() * MAX_CACHE_FRACTION:
+    while slots > 1 and slots * slot_bytes > free * jax.device_count() * memory_fraction:
         slots //= 2
     return slots
 

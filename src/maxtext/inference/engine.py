@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from maxtext.inference import shapes
 from maxtext.inference.adapters import LoadedAdapter
 from maxtext.inference.batches import MAX_DECODE_STEPS, STATIC_DECODE_STEPS, chunk_offsets
 from maxtext.inference.cache_config import (
@@ -54,10 +55,17 @@ class InferenceEngine:
     """Generates for up to `slots` requests at a time, each of up to `length` tokens, with weights
     in the layout of `programs.template`. `timed`: a decode program has as many steps as fit into
     STEP_SECONDS; otherwise the programs that run depend on the requests alone.
+    `max_batched_tokens`: of a prefill batch; longer prompts are prefilled in chunks.
     """
 
     def __init__(
-        self, programs: Programs, weights: Any, slots: int, length: int, timed: bool = True
+        self,
+        programs: Programs,
+        weights: Any,
+        slots: int,
+        length: int,
+        timed: bool = True,
+        max_batched_tokens: int | None = None,
     ):
         config, build = programs.config, programs.build
         self.requested_size = slots, length
@@ -72,6 +80,8 @@ class InferenceEngine:
         self.batches = self.executor.batch_builder()
         self.prefix_cache = build_prefix_cache(config, self.executor)
         chunk_size = config.prefill_chunk_size if config.use_chunked_prefill else None
+        if max_batched_tokens is not None:
+            chunk_size = min(chunk_size or max_batched_tokens, max_batched_tokens)
         self.scheduler = Scheduler(
             cache_config.slots,
             self.prefix_cache,
@@ -79,6 +89,7 @@ class InferenceEngine:
             supports_packing=self.executor.supports_packing,
             snapshots=self.prefix_cache.enabled and self.executor.has_slot_caches,
             chunk_size=chunk_size,
+            max_batched_tokens=max_batched_tokens or shapes.MAX_PREFILL_TOKENS,
         )
         self.max_length = self.max_sequence_length()
         self.in_flight: deque[InFlightStep] = deque()

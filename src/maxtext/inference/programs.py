@@ -75,6 +75,7 @@ class Programs:
     template: Template
     rules: AxisRules
     build: BuildContext = REFERENCE
+    logprobs_temperature: float = 1.0  # divides the logits for log-probabilities of tokens
 
     @cached_property
     def runner(self) -> ModelRunner:
@@ -191,6 +192,7 @@ class Programs:
             batch.params,
             mode=batch.mode,
             num_logprobs=batch.num_logprobs,
+            logprobs_temperature=self.logprobs_temperature,
             active=batch.is_complete,
             processors=rows,
             mask=None if batch.grammar is None else batch.grammar.mask,
@@ -320,6 +322,7 @@ class Programs:
             state.params,
             mode=batch.mode,
             num_logprobs=batch.num_logprobs,
+            logprobs_temperature=self.logprobs_temperature,
             active=state.positions >= 0,
             processors=processors,
             mask=mask,
@@ -345,6 +348,7 @@ def sample_next(
     *,
     mode: SamplingMode,
     num_logprobs: int,
+    logprobs_temperature: float,
     active: jax.Array,
     processors: ProcessorState | None = None,
     mask: jax.Array | None = None,
@@ -364,7 +368,8 @@ def sample_next(
     tokens = sample(processed, keys, params, mode)
     logprobs = None
     if num_logprobs != NONE:
-        logprobs = compute_logprobs(logits, tokens, num_logprobs)
+        scaled = logits.astype(jnp.float32) / logprobs_temperature
+        logprobs = compute_logprobs(scaled, tokens, num_logprobs)
     finite = jnp.isfinite(logits.max(axis=-1))
     tokens = jnp.where(active, jnp.where(finite, tokens, NONFINITE_LOGITS), NO_TOKEN)
     is_stop = jnp.any(tokens[:, None] == params.stop_ids, axis=-1)

@@ -24,6 +24,7 @@ Chunks = list[tuple[Sequence, int]]  # sequences, and how many of their tokens t
 class Scheduler:
     """`contiguous`: slot n has block n and no other, so a slot is allocated with its block.
     `snapshots`: prefixes are cached together with a copy of the per-slot caches.
+    `max_batched_tokens`: of a prefill batch, unless a single chunk has more.
     """
 
     def __init__(
@@ -35,8 +36,10 @@ class Scheduler:
         supports_packing: bool = False,
         snapshots: bool = False,
         chunk_size: int | None = None,
+        max_batched_tokens: int = shapes.MAX_PREFILL_TOKENS,
     ):
         self.cache = cache
+        self.max_batched_tokens = max_batched_tokens
         self.contiguous = contiguous
         self.supports_packing = supports_packing
         self.snapshots = snapshots
@@ -175,7 +178,8 @@ class Scheduler:
             return self.chunks(packed), True
         shape = self.row_shape(pending[0])
         same_shape = [sequence for sequence in pending if self.row_shape(sequence) == shape]
-        return self.chunks(same_shape[: shapes.max_prefill_rows(shape[0])]), False
+        rows = shapes.max_prefill_rows(shape[0], self.max_batched_tokens)
+        return self.chunks(same_shape[:rows]), False
 
     def chunks(self, sequences: list[Sequence]) -> Chunks:
         return [(sequence, self.next_chunk(sequence)) for sequence in sequences]
@@ -190,7 +194,7 @@ class Scheduler:
         """
         capacity = shapes.PACKED_TOKENS
         first, *others = [seq for seq in pending if seq.num_computed == 0] or pending[:1]
-        too_long = self.next_chunk(first) > capacity
+        too_long = self.next_chunk(first) > capacity or capacity > self.max_batched_tokens
         if not self.supports_packing or first is not pending[0] or too_long:
             return []
         packed, budget = [first], capacity - self.next_chunk(first)

@@ -23,9 +23,10 @@ def row_tokens(count: int) -> int:
     return midpoint if count <= midpoint and tokens > MIN_ROW_TOKENS else tokens
 
 
-def max_prefill_rows(tokens: int) -> int:
-    """The most rows of `tokens` tokens in one prefill batch, a power of two."""
-    return next_power_of_two(max(1, MAX_PREFILL_TOKENS // tokens) + 1) // 2
+def max_prefill_rows(tokens: int, max_tokens: int = MAX_PREFILL_TOKENS) -> int:
+    """The most rows of `tokens` tokens in one prefill batch of up to `max_tokens`, a power of
+    two."""
+    return next_power_of_two(max(1, max_tokens // tokens) + 1) // 2
 
 
 def prefill_rows(count: int, tokens: int, num_slots: int, few_programs: bool) -> int:

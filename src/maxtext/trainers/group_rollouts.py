@@ -1,13 +1,11 @@
 """The step of reinforcement learning: sample groups, score them, and update num_iterations times.
 
 Each of batch_size prompts gets num_generations completions from the engine, on the weights of the
-step. The trainer's model scores the same tokens: what it finds are the old log-probabilities of the
-ratio, and a difference from those of the engine above a tolerance ends the run. The seed, the step,
-the prompt and the number of a completion decide its tokens, so that a resumed run goes on bit for
-bit.
+step. The first update computes the log-probabilities of the same tokens: where one differs from
+that of the engine by more than a tolerance, the run ends. The seed, the step, the prompt and the
+number of a completion decide its tokens, so that a resumed run goes on bit for bit.
 """
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +24,17 @@ from maxtext.input_pipeline.interface import RECORD
 from maxtext.tokenizers import load_tokenizer
 from maxtext.trainers.compile import lower
 from maxtext.trainers.data_loader import DeviceBatch
-from maxtext.trainers.grpo import ADVANTAGES, OLD_LOGPS, GroupRelativePolicy
+from maxtext.trainers.grpo import (
+    ADVANTAGES,
+    IS_LEARNED,
+    OLD_LOGPS,
+    ROW_DIFFERENCES,
+    ROW_INDEX,
+    ROW_POSITIONS,
+    SAMPLER_LOGPS,
+    GroupRelativePolicy,
+    needs_old_logps,
+)
 from maxtext.trainers.loop import TrainStep
 from maxtext.trainers.losses.advantages import advantages, degenerate_groups
 from maxtext.trainers.on_policy import rollout_metrics
@@ -36,6 +44,7 @@ from maxtext.trainers.rollout import Rollout, RolloutEngine, sample_seed, stop_t
 from maxtext.trainers.rollout_log import RolloutLog, ScoredRollout
 from maxtext.trainers.run_context import RunContext
 from maxtext.trainers.shardings import with_shardings
+from maxtext.trainers.spans import Clock, SpanLog
 from maxtext.trainers.step import TrainState
 
 # The largest difference of a log-probability between the engine and the trainer, by dtype
@@ -75,7 +84,9 @@ class GroupRolloutStep:
         self.tokenizer = load_tokenizer(self.config)
         self.stop_token_ids = stop_token_ids(self.config, checkpoint)
         self.engine = RolloutEngine(self.config, objective.model_template, context.rules)
-        self.score = compile_score(context)
+        self.score = compile_score(context) if needs_old_logps(self.config) else None
+        self.spans = SpanLog(folder) if self.config.enable_tunix_perf_metrics else None
+        self.rollouts: list[ScoredRollout] = []
         self.batch: DeviceBatch | None = None
         self.metrics: dict[str, float] = {}
         data_loader.step = step
@@ -83,30 +94,43 @@ class GroupRolloutStep:
     def __call__(
         self, state: TrainState, prompts: Batch, key: jax.Array
     ) -> tuple[TrainState, dict[str, Any]]:
-        first = self.step - self.step % self.config.num_iterations
-        if self.batch is None or first == self.step:
-            rollouts = self.log.read(first) if first < self.step else []
-            self.batch = self.prepare(rollouts or self.sample(state, read_prompts(prompts)))
-        self.step += 1
-        state, metrics = self.train_step(state, self.batch, key)
-        return state, metrics | self.metrics
-
-    def sample(self, state: TrainState, prompts: list[Prompt]) -> list[ScoredRollout]:
-        """The rollouts of this step, scored by the model and by the reward functions."""
         clock = Clock()
-        rollouts = self.generate(self.context.model_weights(state), prompts)
-        clock.stop("rollout_seconds")
-        old_logps, at_one = self.compute_logps(state, rollouts)
-        differences = check_agreement(self.config, rollouts, at_one)
-        clock.stop("score_seconds")
+        first = self.step - self.step % self.config.num_iterations
+        is_first_update = self.batch is None or first == self.step
+        if is_first_update:
+            logged = self.log.read(first) if first < self.step else []
+            self.rollouts = logged or self.sample(state, read_prompts(prompts), clock)
+            self.batch = self.prepare(self.rollouts)
+            is_first_update = not logged
+        assert self.batch is not None
+        clock.stop("prepare")
+        state, metrics = self.train_step(state, self.batch, key)
+        differences = np.asarray(metrics.pop(ROW_DIFFERENCES))
+        positions = np.asarray(metrics.pop(ROW_POSITIONS)).astype(int)
+        if is_first_update:
+            check_agreement(self.config, self.rollouts, differences, positions)
+        clock.stop("update")
+        metrics["sampling/logp_difference_max"] = np.abs(differences).max()
+        if self.spans is not None:
+            self.spans.append(self.step, clock)
+        self.step += 1
+        return state, metrics | self.metrics | clock.metrics()
+
+    def sample(self, state: TrainState, prompts: list[Prompt], clock: Clock) -> list[ScoredRollout]:
+        """The rollouts of this step, scored by the reward functions."""
+        rollouts = self.generate(self.context.model_weights(state), prompts, clock)
+        old_logps = self.compute_logps(state, rollouts)
+        clock.stop("score")
         repeated = [each for each in prompts for _ in range(self.config.num_generations)]
         completions = [self.tokenizer.decode(rollout.token_ids) for rollout in rollouts]
         names = list(dict.fromkeys(name for each in repeated for name in each.columns))
         columns = {name: [each.columns.get(name) for each in repeated] for name in names}
         rewards = compute_rewards(self.rewards, columns.pop("prompt"), completions, columns)
         total = total_rewards(self.rewards, rewards)
-        clock.stop("reward_seconds")
-        group_advantages = np.asarray(advantages(total, self.config.num_generations))
+        clock.stop("reward")
+        group_advantages = np.asarray(
+            advantages(total, self.config.num_generations, scale=self.config.scale_rewards)
+        )
         scored = [
             ScoredRollout(
                 step=self.step,
@@ -128,11 +152,11 @@ class GroupRolloutStep:
         self.log.append(scored)
         if self.config.rl:
             log_rollout(scored[0])
-        self.metrics = rollout_metrics(rollouts) | differences | clock.seconds
+        self.metrics = rollout_metrics(rollouts)
         self.metrics |= reward_metrics(scored, self.config.num_generations)
         return scored
 
-    def generate(self, weights: Any, prompts: list[Prompt]) -> list[Rollout]:
+    def generate(self, weights: Any, prompts: list[Prompt], clock: Clock) -> list[Rollout]:
         """num_generations completions of each prompt, in order."""
         config = self.config
         requests = [
@@ -144,6 +168,7 @@ class GroupRolloutStep:
         if config.rollout_micro_batch_size > 0:
             limit = config.rollout_micro_batch_size * config.num_generations
         self.engine.sync(weights, min(limit, len(requests)))
+        clock.stop("sync")
         try:
             return [
                 rollout
@@ -152,34 +177,33 @@ class GroupRolloutStep:
             ]
         finally:
             self.engine.release()
+            clock.stop("rollout")
 
     def request(self, prompt: Prompt, index: int, number: int) -> GenerationRequest:
         params = SamplingParams.from_config(
             self.config,
             max_new_tokens=self.config.max_target_length - len(prompt.ids),
             seed=sample_seed(self.config.data_shuffle_seed, self.step, index, number),
+            stop=tuple(self.config.stop_strings or ()),
             stop_token_ids=self.stop_token_ids,
             logprobs=0,
         )
         return GenerationRequest(prompt.ids, params)
 
-    def compute_logps(
-        self, state: TrainState, rollouts: list[Rollout]
-    ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        """Of the tokens of each completion: log-probabilities under the trainer's model at the
-        sampling temperature, and at 1."""
+    def compute_logps(self, state: TrainState, rollouts: list[Rollout]) -> list[np.ndarray]:
+        """Log-probabilities of the tokens of each completion under the trainer's model; empty if
+        the loss does not need them."""
+        if self.score is None:
+            return [np.zeros(0, np.float32)] * len(rollouts)
         batch = rollout_fields(rollouts, self.config.max_target_length)
-        arrays = self.data_loader.to_device(batch).fields
-        is_learned = batch["targets_segmentation"] != 0
-        results = [np.asarray(values) for values in self.score(state.weights, arrays)]
-        at_temperature, at_one = (
-            [row[mask] for row, mask in zip(values, is_learned, strict=True)] for values in results
-        )
-        return at_temperature, at_one
+        values = np.asarray(self.score(state.weights, self.data_loader.to_device(batch).fields))
+        is_sampled = batch["targets_segmentation"] != 0
+        return [row[mask] for row, mask in zip(values, is_sampled, strict=True)]
 
     def prepare(self, scored: list[ScoredRollout]) -> DeviceBatch:
-        """The batch of an update. With degenerate_group_masking, groups without an advantage have
-        no learned tokens: they add neither to the KL nor to the number of rows."""
+        """The batch of an update. With degenerate_group_masking, groups without an advantage are
+        not learned: they add neither to the KL nor to the number of rows; nor are, with
+        mask_truncated, completions that the limit of their length ended."""
         config, length = self.config, self.config.max_target_length
         rollouts = [
             Rollout(
@@ -191,30 +215,23 @@ class GroupRolloutStep:
             for each in scored
         ]
         fields = rollout_fields(rollouts, length)
-        old_logps = np.zeros((len(scored), length, 1), np.float32)
-        for row, each in enumerate(scored):
-            old_logps[row, fields["targets_segmentation"][row] != 0, 0] = each.old_logps
+        is_sampled = fields["targets_segmentation"] != 0
+        fields[SAMPLER_LOGPS] = token_field([each.log_probs for each in scored], is_sampled)
+        if self.score is not None:
+            fields[OLD_LOGPS] = token_field([each.old_logps for each in scored], is_sampled)
         values = np.array([each.advantage for each in scored], np.float32)
+        is_learned = np.ones(len(scored), np.float32)
         if config.degenerate_group_masking:
             is_degenerate = np.asarray(degenerate_groups(values, config.num_generations))
-            fields["targets_segmentation"][np.repeat(is_degenerate, config.num_generations)] = 0
-        return self.data_loader.to_device(fields | {OLD_LOGPS: old_logps, ADVANTAGES: values})
+            is_learned[np.repeat(is_degenerate, config.num_generations)] = 0
+        if config.mask_truncated:
+            is_learned[[each.finish_reason == "length" for each in scored]] = 0
+        rows = np.arange(len(scored), dtype=np.float32)
+        fields |= {ADVANTAGES: values, IS_LEARNED: is_learned, ROW_INDEX: rows}
+        return self.data_loader.to_device(fields)
 
 
-class Clock:
-    """Seconds of the phases of a step."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self.started = time.perf_counter()
-
-    def stop(self, phase: str) -> None:
-        now = time.perf_counter()
-        self.seconds[phase] = now - self.started
-        self.started = now
-
-
-def compile_score(context: RunContext) -> Callable[[Any, Any], tuple[jax.Array, jax.Array]]:
+def compile_score(context: RunContext) -> Callable[[Any, Any], jax.Array]:
     """`GroupRelativePolicy.score` of a batch of rollouts."""
     objective, shardings = context.objective, context.shardings
     assert isinstance(objective, GroupRelativePolicy)
@@ -240,30 +257,38 @@ def rollout_fields(rollouts: Sequence[Rollout], length: int) -> Batch:
     return {name: np.stack([row[name] for row in rows]) for name in FIELDS}
 
 
+def token_field(values: Sequence[Sequence[float]], is_sampled: np.ndarray) -> np.ndarray:
+    """float32 [rows, length, 1]: the values of the sampled tokens of each row, 0 elsewhere."""
+    field = np.zeros((*is_sampled.shape, 1), np.float32)
+    for row, mask in enumerate(is_sampled):
+        field[row, mask, 0] = values[row]
+    return field
+
+
 def check_agreement(
-    config: MaxTextConfig, rollouts: Sequence[Rollout], trainer_logps: Sequence[np.ndarray]
-) -> dict[str, float]:
-    """The differences of the log-probabilities of the engine from those of the trainer. Raises
-    UserError, which names the worst token, if one is above the tolerance of the dtype."""
-    differences = [
-        np.abs(np.array(rollout.log_probs) - logps)
-        for rollout, logps in zip(rollouts, trainer_logps, strict=True)
-    ]
-    row = max(range(len(rollouts)), key=lambda row: differences[row].max(initial=0))
-    largest = float(differences[row].max(initial=0))
-    tolerance = TOLERANCE.get(config.dtype.value, TOLERANCE_16_BIT)
-    if not largest <= tolerance:
-        at = int(differences[row].argmax())
-        raise UserError(
-            f"the engine and the trainer disagree: token {rollouts[row].token_ids[at]}, number "
-            f"{at} of completion {row}, has the log-probability {rollouts[row].log_probs[at]:.6g} "
-            f"in the engine and {trainer_logps[row][at]:.6g} in the trainer, more than "
-            f"{tolerance} apart"
-        )
-    return {
-        "sampling/logp_difference_mean": float(np.concatenate(differences).mean()),
-        "sampling/logp_difference_max": largest,
-    }
+    config: MaxTextConfig,
+    rollouts: Sequence[ScoredRollout],
+    differences: np.ndarray,
+    positions: np.ndarray,
+) -> None:
+    """Raise UserError, which names the worst token, if the trainer and the sampler disagree beyond
+    sampler_trainer_tolerance. `differences` [rows] are the largest of each row, log-probability of
+    the trainer less that of the sampler, and `positions` where they are in the targets."""
+    row = int(np.argmax(np.abs(differences)))  # the first nan, if there is one
+    tolerance = config.sampler_trainer_tolerance
+    if tolerance is None:
+        tolerance = TOLERANCE.get(config.dtype.value, TOLERANCE_16_BIT)
+    if abs(differences[row]) <= tolerance:
+        return
+    rollout = rollouts[row]
+    at = int(positions[row]) - len(rollout.prompt_ids) + 1
+    sampler_logp = rollout.log_probs[at]
+    raise UserError(
+        f"the sampler and the trainer disagree: token {rollout.token_ids[at]}, number {at} of "
+        f"completion {row}, has the log-probability {sampler_logp:.6g} in the sampler and "
+        f"{sampler_logp + differences[row]:.6g} in the trainer, more than {tolerance:g} apart "
+        "(sampler_trainer_tolerance)"
+    )
 
 
 def reward_metrics(scored: Sequence[ScoredRollout], num_generations: int) -> dict[str, float]:

@@ -61,6 +61,7 @@ class Record(Hook):
         self.flops_per_token = flops_per_token
         self.peak_flops = peak_flops
         self.losses: list[tuple[int, float]] = []
+        self.rewards: list[tuple[int, float]] = []  # of reinforcement learning
         self.throughput = Throughput()
         self.nonfinite_steps = 0  # consecutive, as in TrainState
         self.last: dict[str, Any] = {}
@@ -69,6 +70,8 @@ class Record(Hook):
         timing = self.timing(metrics.get("computed_tokens", metrics["total_weights"]), seconds)
         self.last = {"step": step, **metrics, **timing}
         self.losses.append((step, metrics["loss"]))
+        if "reward" in metrics:
+            self.rewards.append((step, metrics["reward"]))
         self.recorder.write(self.profiler.visible(self.last))
         self.check(step, metrics["loss"], metrics["raw_grad_norm"])
 

@@ -27,7 +27,7 @@ from maxtext.configs.rules.distillation import samples_completions
 from maxtext.configs.types import MaxTextConfig
 from maxtext.diagnostics.console import start_banner
 from maxtext.diagnostics.metrics import Recorder, make_writers
-from maxtext.diagnostics.plot import save_loss_png
+from maxtext.diagnostics.plot import LOSS, REWARD, save_loss_png
 from maxtext.diagnostics.profiler import Profiler
 from maxtext.diagnostics.stack_trace import stack_traces
 from maxtext.diagnostics.summary import write_summary
@@ -271,13 +271,13 @@ def sampling_step(
     number of steps done. Only runs that sample import the engine of inference."""
     if isinstance(data_loader, PromptLoader):
         from maxtext.trainers.group_rollouts import GroupRolloutStep
-        from maxtext.trainers.rewards.builtin import builtin_rewards
+        from maxtext.trainers.rewards.builtin import run_rewards
 
         return GroupRolloutStep(
             context,
             train_step,
             data_loader=data_loader,
-            rewards=rewards or builtin_rewards(context.config),
+            rewards=run_rewards(context.config, rewards),
             step=step,
             folder=run_folder(context.config),
             checkpoint=checkpoint,
@@ -308,7 +308,7 @@ def summarize(
     seconds: float,
     failure: Exception | None,
 ) -> dict[str, Any]:
-    """Log the outcome, and write summary.json and loss.png to the run's folder."""
+    """Log the outcome, and write summary.json and plots to the run's folder."""
     config = context.config
     record = next(hook for hook in hooks if isinstance(hook, Record))
     eval_points = [point for hook in hooks if isinstance(hook, Evaluate) for point in hook.points]
@@ -335,11 +335,24 @@ def summarize(
     if jax.process_index() == 0:
         write_summary(os.path.join(run_folder(config), "summary.json"), summary)
         if record.losses:
-            steps, losses = zip(*record.losses, strict=True)
-            path = os.path.join(run_folder(config), "loss.png")
             try:
-                save_loss_png(path, steps, losses, eval_points, title=config.run_name)
-                LOGGER.info("wrote summary.json and loss.png to %s", run_folder(config))
+                written = " and ".join(["summary.json", *save_plots(config, record, eval_points)])
+                LOGGER.info("wrote %s to %s", written, run_folder(config))
             except MissingExtra as error:
                 LOGGER.info("wrote summary.json to %s; %s", run_folder(config), error)
     return summary
+
+
+def save_plots(
+    config: MaxTextConfig, record: Record, eval_points: list[tuple[int, float]]
+) -> list[str]:
+    """Write loss.png, and reward.png of reinforcement learning, to the run's folder. Returns their
+    names."""
+    plots: dict[str, Any] = {"loss.png": (record.losses, eval_points, LOSS)}
+    if record.rewards:
+        plots["reward.png"] = (record.rewards, [], REWARD)
+    for name, (points, evaluations, quantity) in plots.items():
+        steps, values = zip(*points, strict=True)
+        path = os.path.join(run_folder(config), name)
+        save_loss_png(path, steps, values, evaluations, title=config.run_name, quantity=quantity)
+    return list(plots)

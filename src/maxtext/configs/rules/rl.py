@@ -4,6 +4,7 @@ from maxtext.configs.eval_sampling import sampling_problem
 from maxtext.configs.rules.rule import derived_rule, in_range, inert_unless, rule
 from maxtext.configs.types import MaxTextConfig, Settings
 from maxtext.configs.types.enums import DatasetType
+from maxtext.configs.types.rl import PolicyOptimization
 
 in_range(
     0,
@@ -16,7 +17,17 @@ in_range(
 in_range(
     1, None, "num_generations", "num_iterations", "batch_size", "num_batches", "max_concurrency"
 )
-in_range(0, None, "grpo_beta", "grpo_epsilon", "epsilon_high", "off_policy_steps")
+in_range(
+    0,
+    None,
+    "grpo_beta",
+    "grpo_epsilon",
+    "epsilon_high",
+    "off_policy_steps",
+    "sampler_trainer_tolerance",
+    "kv_cache_buffer",
+)
+in_range(1, None, "max_num_seqs", "max_num_batched_tokens", "sampler_correction_cap")
 in_range(1, None, "train_micro_batch_size", "rollout_micro_batch_size", special=(-1,))
 in_range(0, None, "num_test_batches", special=(-1,))
 in_range(0, None, "test_batch_start_index")
@@ -54,6 +65,27 @@ inert_unless(
     "reasoning_end_token",
     "solution_start_token",
     "solution_end_token",
+    *PolicyOptimization.model_fields,
+    "kv_cache_buffer",
+    "hbm_utilization_vllm",
+    "max_num_batched_tokens",
+    "max_num_seqs",
+    "stop_strings",
+    "enable_tunix_perf_metrics",
+)
+inert_unless(
+    lambda s: s.grpo_beta > 0,
+    "grpo_beta above 0: there is no KL otherwise",
+    "kl_estimator",
+    "kl_correction",
+)
+inert_unless(
+    lambda s: s.sampler_correction != "none", "sampler_correction", "sampler_correction_cap"
+)
+inert_unless(
+    lambda s: s.reward_functions_path != "",
+    "reward_functions_path",
+    "reward_functions",
 )
 inert_unless(
     lambda s: not s.use_grpo,
@@ -69,6 +101,29 @@ inert_unless(
 def groups_have_two_completions(settings: Settings) -> str | None:
     if settings.use_grpo and settings.num_generations < 2:
         return "num_generations=1 has nothing to compare a completion with: set at least 2"
+    return None
+
+
+@rule("dual_clip")
+def dual_clip_is_above_the_upper_clip(settings: Settings) -> str | None:
+    high = settings.epsilon_high
+    bound = 1 + (settings.grpo_epsilon if high is None else high)
+    if settings.dual_clip is not None and settings.dual_clip <= bound:
+        return f"dual_clip={settings.dual_clip:g} is not above the clip {bound:g} of the ratio"
+    return None
+
+
+@rule("reward_functions_path")
+def reward_functions_have_names(settings: Settings) -> str | None:
+    if settings.reward_functions_path and not settings.reward_functions:
+        return "reward_functions_path needs reward_functions, the names of functions in it"
+    return None
+
+
+@rule("stop_strings")
+def stop_strings_are_texts(settings: Settings) -> str | None:
+    if settings.stop_strings is not None and not all(settings.stop_strings):
+        return "stop_strings has an empty text, which would end every completion: leave it out"
     return None
 
 

@@ -100,6 +100,7 @@ class Settings(
     RLHardware,
     VLLM,
     RL,
+    PolicyOptimization,
     RLDataset,
     RLEvaluation,
     Reward,

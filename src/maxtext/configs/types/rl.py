@@ -59,6 +59,31 @@ class RL(Group):
     reshard_chunk_size: int | None = None
 
 
+class PolicyOptimization(Group):
+    """Reinforcement learning beyond the published keys: loss, sampler and reward functions."""
+
+    loss_agg_mode: Literal[
+        "sequence-mean-token-mean",
+        "token-mean",
+        "micro-batch-token-mean",
+        "sequence-mean-token-scale",
+        "sequence-mean",
+    ] = "sequence-mean-token-mean"
+    scale_rewards: Literal["group", "batch", "none", "leave_one_out"] = "group"
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    kl_correction: bool = False
+    dual_clip: float | None = None
+    sampler_correction: Literal[
+        "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
+    ] = "none"
+    sampler_correction_cap: float = 2.0
+    sampler_trainer_tolerance: float | None = None
+    mask_truncated: bool = False
+    reward_functions_path: str = ""
+    reward_functions: list[str] = Field(default_factory=list)
+    reward_weights: list[float] | None = None
+
+
 class RLDataset(Group):
     """How many prompts reinforcement learning trains and tests on."""
 

@@ -3,14 +3,34 @@
 from collections.abc import Sequence
 from typing import Any
 
-from maxtext.common.errors import UserError
+from maxtext.common.errors import ConfigError, UserError
 from maxtext.configs.types import MaxTextConfig
 from maxtext.trainers.rewards.formats import format_exact, format_parts
-from maxtext.trainers.rewards.functions import Columns, RewardFunction
+from maxtext.trainers.rewards.functions import (
+    Columns,
+    RewardFunction,
+    load_reward_functions,
+    with_weights,
+)
 from maxtext.trainers.rewards.keys import RewardKeys
 from maxtext.trainers.rewards.ladder import answer_rewards
 
 ANSWER_COLUMNS = ("answer", "answers", "solution", "target")
+
+
+def run_rewards(
+    config: MaxTextConfig, functions: Sequence[RewardFunction] = ()
+) -> list[RewardFunction]:
+    """The reward functions of a run: given ones, those of reward_functions_path, or the built-in
+    ones; with reward_weights. Raises ConfigError."""
+    path = config.reward_functions_path
+    if functions and path:
+        raise ConfigError(
+            f"reward_functions_path={path} would do nothing: rewards are given as functions"
+        )
+    if path:
+        functions = load_reward_functions(path, config.reward_functions)
+    return with_weights(functions or builtin_rewards(config), config.reward_weights)
 
 
 def builtin_rewards(config: MaxTextConfig) -> list[RewardFunction]:

@@ -8,7 +8,7 @@ import inspect
 import math
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -33,20 +33,33 @@ class RewardFunction:
 def reward_functions(
     functions: Sequence[Callable[..., Any]], weights: Sequence[float] | None = None
 ) -> list[RewardFunction]:
-    """Functions with their names and weights, 1 if None. Raises ConfigError if the weights do not
-    fit, or if two functions have one name."""
+    """Functions with their names and weights. Raises ConfigError if the weights do not fit, or if
+    two functions have one name."""
     names = [getattr(function, "__name__", type(function).__name__) for function in functions]
     if repeated := [name for name in names if names.count(name) > 1]:
         raise ConfigError(f"two reward functions have the name {repeated[0]!r}: rename one")
-    weights = [1.0] * len(names) if weights is None else weights
-    if len(weights) != len(names):
+    named = [
+        RewardFunction(name, function) for name, function in zip(names, functions, strict=True)
+    ]
+    return with_weights(named, weights)
+
+
+def with_weights(
+    functions: Sequence[RewardFunction], weights: Sequence[float] | None
+) -> list[RewardFunction]:
+    """The functions with these weights, their own if None. Raises ConfigError if the weights do not
+    fit."""
+    if weights is None:
+        return list(functions)
+    if len(weights) != len(functions):
+        names = ", ".join(function.name for function in functions)
         raise ConfigError(
-            f"reward_weights has {len(weights)} numbers for {len(names)} reward functions: "
-            f"{', '.join(names)}"
+            f"reward_weights has {len(weights)} numbers for {len(functions)} reward functions: "
+            f"{names}"
         )
     return [
-        RewardFunction(name, function, float(weight))
-        for name, function, weight in zip(names, functions, weights, strict=True)
+        replace(function, weight=float(weight))
+        for function, weight in zip(functions, weights, strict=True)
     ]
 
 
