@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from maxtext.inference.detokenizer import Detokenizer
+from maxtext.inference.requests import ReasoningSpan
 from maxtext.tokenizers import ByteTokenizer, open_tokenizer
 from maxtext.tokenizers.boundaries import every_boundary
 from tests.tokenizers.tiny import (
@@ -218,6 +219,41 @@ def test_stop_texts(stops, deltas, text, stopped):
     detokenizer = Detokenizer(FixedVocabulary("ab", "c", "de", "f", "g"), [], stops)
     assert deltas_of(detokenizer, [0, 1, 2, 3, 4]) == deltas
     assert (detokenizer.text, detokenizer.stopped) == (text, stopped)
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 100])
+@pytest.mark.parametrize(
+    ("start", "text", "shown"),
+    [
+        ("<", "<a stop b>c stop d", "<a stop b>c "),
+        ("<", " <a stop b>c", " <a stop b>c"),
+        ("<", "a stop <b>", "a "),
+        ("<", "stop", ""),
+        ("", "a stop b>c stop", "a stop b>c "),
+        ("", "a stop", "a stop"),
+    ],
+)
+def test_stop_texts_have_no_effect_in_reasoning(start, text, shown, size):
+    tokenizer = ByteTokenizer()
+    detokenizer = Detokenizer(tokenizer, [], ["stop"], reasoning=ReasoningSpan(start, ">"))
+    ids = tokenizer.encode(text)
+    deltas = [detokenizer.add(ids[index : index + size]) for index in range(0, len(ids), size)]
+    deltas.append(detokenizer.add([], last=True))
+    assert "".join(deltas) == detokenizer.text == shown
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "tiktoken"])
+def test_visible_special_tokens_are_part_of_the_text(kind, tokenizers):
+    tokenizer = tokenizers[kind]
+    special = max(tokenizer.special_ids)
+    name = tokenizer.id_to_token(special)
+    ids = [*tokenizer.encode("a€"), special, *tokenizer.encode(" b"), special]
+    for visible, expected in ((frozenset(), "a€ b"), ({special}, f"a€{name} b{name}")):
+        detokenizer = Detokenizer(tokenizer, [], (), visible_ids=frozenset(visible))
+        for token in ids:
+            detokenizer.add([token])
+        detokenizer.add([], last=True)
+        assert detokenizer.text == expected
 
 
 def test_random_texts_and_stops():

@@ -31,6 +31,7 @@ SAMPLING_FIELDS = (
     "ignore_eos",
     "min_tokens",
     "include_stop_str_in_output",
+    "skip_special_tokens",
     "n",
     "structured_outputs",
 )

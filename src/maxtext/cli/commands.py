@@ -177,8 +177,10 @@ DIR                          a Hugging Face folder, a converted checkpoint, or a
                              variables of the chat template, such as {"enable_thinking": false}
 --generation-config auto|none
                              whether generation_config.json has the defaults of sampling
---tool-call-parser hermes|none
+--tool-call-parser hermes|llama3_json|mistral|qwen3_coder|gpt_oss|none
                              form of calls in the text (by the chat template)
+--reasoning-parser think|gpt_oss|none
+                             form of reasoning in the text (by the chat template)
 --metrics-prefix maxtext|vllm
                              of the names of metrics
 --protect-metrics            /metrics needs a key, too

@@ -53,6 +53,7 @@ class ServeArguments:
     template_defaults: dict[str, Any]
     uses_generation_config: bool
     tool_parser: str | None  # None: by the chat template
+    reasoning_parser: str | None
     tls: "Tls"
     options: "ServerOptions"
 
@@ -111,12 +112,14 @@ def serve(parsed: ServeArguments, model: ResolvedModel, listener: socket.socket)
 def build_model(parsed: ServeArguments, session: GenerationSession) -> "ServedModel":
     from maxtext.inference.async_engine import AsyncEngine
     from maxtext.inference.server.model import ServedModel, read_sampling_defaults
-    from maxtext.inference.server.tools import find_parser
+    from maxtext.inference.server.reasoning import find_reasoning_parser
+    from maxtext.inference.server.tool_parsers import find_tool_parser
     from maxtext.tokenizers import chat_template
 
     template = chat_template(session.config, session.tokenizer)
     if template is not None:  # messages of errors name no path
         template = dataclasses.replace(template, origin="this model")
+    source = template.source if template else ""
     defaults = read_sampling_defaults(session.llm) if parsed.uses_generation_config else {}
     return ServedModel(
         llm=session.llm,
@@ -126,7 +129,8 @@ def build_model(parsed: ServeArguments, session: GenerationSession) -> "ServedMo
         chat_template=template,
         template_defaults=parsed.template_defaults,
         sampling_defaults=defaults,
-        tool_parser=parsed.tool_parser or find_parser(template.source if template else ""),
+        tool_parser=parsed.tool_parser or find_tool_parser(source),
+        reasoning_parser=parsed.reasoning_parser or find_reasoning_parser(source),
     )
 
 
@@ -152,8 +156,8 @@ def print_ready(parsed: ServeArguments, model: "ServedModel", listener: socket.s
 
 def parse_arguments(args: list[str]) -> ServeArguments:
     """Raises ConfigError for the first flag that is wrong."""
+    from maxtext.inference.server import reasoning, tool_parsers
     from maxtext.inference.server.lifecycle import Tls
-    from maxtext.inference.server.tools import PARSERS
 
     if not args or args[0].startswith("-") or "=" in args[0]:
         raise ConfigError("which model? maxtext serve DIR [flags] [key=value ...]")
@@ -176,7 +180,8 @@ def parse_arguments(args: list[str]) -> ServeArguments:
     template_defaults = parse_template_defaults(
         arguments.take_value(args, "--default-chat-template-kwargs")
     )
-    tool_parser = arguments.take_option(args, "--tool-call-parser", PARSERS)
+    tool_parser = arguments.take_option(args, "--tool-call-parser", tool_parsers.PARSERS)
+    reasoning_parser = arguments.take_option(args, "--reasoning-parser", reasoning.PARSERS)
     options = parse_options(args)
     unknown = [arg for arg in args if arg.startswith("-") or "=" not in arg]
     if unknown:
@@ -196,6 +201,7 @@ def parse_arguments(args: list[str]) -> ServeArguments:
         template_defaults=template_defaults,
         uses_generation_config=source != "none",
         tool_parser=tool_parser,
+        reasoning_parser=reasoning_parser,
         tls=tls,
         options=options,
     )

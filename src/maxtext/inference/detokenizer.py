@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from maxtext.inference.requests import ReasoningSpan
 from maxtext.tokenizers import Tokenizer
 
 REPLACEMENT = "\ufffd"  # what a tokenizer writes for bytes that are not a complete character
@@ -18,7 +19,8 @@ class Detokenizer:
     first stop text. The detokenizer holds back what later tokens can change: tokens after the last
     boundary that the tokenizer reports, spaces at the beginning of a text, and a suffix of the text
     that may be the beginning of a stop text. If the prompt ends inside a character, its last tokens
-    belong to the new text. Every token is decoded a bounded number of times.
+    belong to the new text. Every token is decoded a bounded number of times. A visible special
+    token splits the text: its name stands between the text before and the text after it.
     """
 
     def __init__(
@@ -27,14 +29,23 @@ class Detokenizer:
         prompt: Sequence[int],
         stop: Sequence[str],
         include_stop: bool = False,
+        visible_ids: frozenset[int] = frozenset(),
+        reasoning: ReasoningSpan | None = None,
     ):
-        """`include_stop`: the text ends after the stop text, not before it."""
+        """`include_stop`: the text ends after the stop text, not before it. `visible_ids` are
+        special tokens that are part of the text. Stop texts in `reasoning` have no effect.
+        """
+        self.tokenizer = tokenizer
         self.decode = tokenizer.decode
+        self.visible_ids = visible_ids
         self.stop = [text for text in stop if text]
         self.include_stop = include_stop
         self.stop_text: str | None = None  # the one that has ended the text
         self.deltas: list[str] = []  # emitted
         self.held_back = ""  # decoded, but possibly the beginning of a stop text
+        # Until the answer begins; whether the reasoning has begun.
+        self.reasoning = reasoning if self.stop else None
+        self.in_reasoning = reasoning is not None and not reasoning.start
         self.read_prompt(tokenizer, prompt)
 
     def read_prompt(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
@@ -62,21 +73,39 @@ class Detokenizer:
         if self.stopped:
             return ""
         self.held_back += self.decode_tokens(token_ids, last)
+        answer_start = self.find_answer(last)
         matches = [
             (start + len(text), start)
             for text in self.stop
-            if not ignore_stop and (start := self.held_back.find(text)) >= 0
+            if not ignore_stop and (start := self.held_back.find(text, answer_start)) >= 0
         ]
         if matches:
             end, start = min(matches)  # the stop text that is complete first
             self.stop_text = self.held_back[start:end]
             self.held_back = self.held_back[: end if self.include_stop else start]
         length = len(self.held_back)
-        if not last and not self.stopped and not ignore_stop:
+        if not last and not self.stopped and (not ignore_stop or self.reasoning is not None):
             length -= self.partial_stop_length()
         text_delta, self.held_back = self.held_back[:length], self.held_back[length:]
         self.deltas.append(text_delta)
         return text_delta
+
+    def find_answer(self, last: bool) -> int:
+        """The index in the text held back from which on stop texts have an effect."""
+        if self.reasoning is None:
+            return 0
+        if not self.in_reasoning:
+            text = self.held_back.lstrip()
+            self.in_reasoning = text.startswith(self.reasoning.start)
+            if not self.in_reasoning and (last or not self.reasoning.start.startswith(text)):
+                self.reasoning = None
+                return 0
+        end = self.held_back.find(self.reasoning.end) if self.in_reasoning else -1
+        if end < 0:
+            return len(self.held_back)
+        end += len(self.reasoning.end)
+        self.reasoning = None
+        return end
 
     @property
     def stopped(self) -> bool:
@@ -95,6 +124,10 @@ class Detokenizer:
     def decode_tokens(self, token_ids: Sequence[int], last: bool = False) -> str:
         texts = []
         for token in token_ids:
+            if token in self.visible_ids:
+                texts += [self.flush(everything=True), self.tokenizer.id_to_token(int(token))]
+                self.is_boundary = self.tokenizer.boundary_detector()
+                continue
             self.pending.append(int(token))
             if self.is_boundary(int(token)):
                 self.num_final = len(self.pending)
@@ -128,11 +161,16 @@ class Detokenizer:
         return delta
 
     def partial_stop_length(self) -> int:
-        """The length of the longest suffix of the text that is a proper prefix of a stop text."""
+        """The length of the longest suffix of the text that is a proper prefix of a stop text, or
+        of the tag that ends the reasoning.
+        """
+        if self.reasoning is not None and not self.in_reasoning:
+            return len(self.held_back)  # it may begin
+        stop = self.stop if self.reasoning is None else [self.reasoning.end]
         return max(
             (
                 size
-                for text in self.stop
+                for text in stop
                 for size in range(1, len(text))
                 if self.held_back.endswith(text[:size])
             ),

@@ -6,6 +6,7 @@ many requests share is compiled once.
 """
 
 import functools
+import json
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -94,13 +95,13 @@ class GrammarCompiler:
         token_bytes = TokenBytes(tokenizer, vocab_size, eos_ids[0])
         self.tokenizer = self.library.LLTokenizer(token_bytes, vocab_size, list(eos_ids))
         self.lock = threading.Lock()
-        self.compiled: OrderedDict[tuple[str, str], Any] = OrderedDict()
+        self.compiled: OrderedDict[tuple[str, ...], Any] = OrderedDict()
 
     def matcher(self, constraint: StructuredOutputs) -> GrammarMatcher:
         """A matcher at the beginning of a text. Raises RequestError if the constraint cannot be
         compiled.
         """
-        key = constraint.kind, constraint.text
+        key = constraint.kind, constraint.text, constraint.preamble
         with self.lock:
             matcher = self.compiled.get(key)
         if matcher is None:
@@ -119,6 +120,8 @@ class GrammarCompiler:
                 grammar = create.grammar_from_json_schema(constraint.text, overrides=JSON_OPTIONS)
             else:
                 grammar = self.library.grammar_from(constraint.kind, constraint.text)
+            if constraint.preamble:
+                grammar = append_grammar(constraint.preamble, grammar)
             matcher = create(self.tokenizer, grammar, log_level=0, limits=self.limits)
             error = matcher.get_error() if matcher.is_error() else ""
         except (ValueError, RecursionError) as caught:
@@ -127,6 +130,16 @@ class GrammarCompiler:
             reason = " ".join(error.split())[:300]
             raise RequestError(f"{constraint.param} cannot be compiled: {reason}", constraint.param)
         return matcher
+
+
+def append_grammar(preamble: str, grammar: str) -> str:
+    """A grammar of llguidance for a text of `preamble`, in Lark syntax, and then one of `grammar`,
+    in Lark syntax or as llguidance's JSON.
+    """
+    is_json = grammar.lstrip().startswith("{")
+    last = json.loads(grammar)["grammars"][0] if is_json else {"lark_grammar": grammar}
+    first = f"start: preamble @answer\npreamble: {preamble}\n"
+    return json.dumps({"grammars": [{"lark_grammar": first}, {**last, "name": "answer"}]})
 
 
 class TokenBytes:

@@ -100,6 +100,13 @@ def check_positions(config: MaxTextConfig, length: int) -> None:
         )
 
 
+def visible_token_ids(request: GenerationRequest, tokenizer: Tokenizer) -> frozenset[int]:
+    """The special tokens that are part of the text of a request."""
+    if request.params.skip_special_tokens:
+        return request.visible_token_ids
+    return tokenizer.special_ids
+
+
 class OutputProcessor:
     """Turns the step outputs of one choice of a request into deltas and a Completion.
 
@@ -120,9 +127,13 @@ class OutputProcessor:
         self.stop_token_ids = original.params.stop_token_ids  # without end-of-sequence ids
         self.detokenizer = None
         if tokenizer is not None:
-            prompt_ids = [int(token) for token in request.prompt]
             self.detokenizer = Detokenizer(
-                tokenizer, prompt_ids, self.params.stop, self.params.include_stop_str_in_output
+                tokenizer,
+                prompt=[int(token) for token in request.prompt],
+                stop=self.params.stop,
+                include_stop=self.params.include_stop_str_in_output,
+                visible_ids=visible_token_ids(request, tokenizer),
+                reasoning=request.reasoning,
             )
         self.token_ids: list[int] = []
         self.num_final = 0  # of them, whose text is emitted

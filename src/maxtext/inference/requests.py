@@ -8,6 +8,16 @@ from maxtext.inference.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True)
+class ReasoningSpan:
+    """The reasoning that precedes the answer in a completion: from `start`, if the completion
+    begins with it, to `end`. With an empty `start`, a completion begins inside its reasoning.
+    """
+
+    start: str
+    end: str
+
+
+@dataclass(frozen=True)
 class GenerationRequest:
     """A prompt, as text or token ids, and how to continue it."""
 
@@ -17,6 +27,10 @@ class GenerationRequest:
     adapter: str | None = None
     # Requests share blocks of the prefix cache only if they have the same salt.
     cache_salt: str = ""
+    # Special tokens that are part of the text even with `skip_special_tokens`.
+    visible_token_ids: frozenset[int] = frozenset()
+    # Stop texts have no effect before the end of the reasoning.
+    reasoning: ReasoningSpan | None = None
 
 
 @dataclass(frozen=True)

@@ -63,6 +63,7 @@ class SamplingParams:
     `include_stop_str_in_output`). `logprobs` also returns the log-probability of every token under
     the unmodified logits, and of this number of the most likely tokens at its position;
     `prompt_logprobs` does so for the tokens of the prompt, and max_new_tokens may then be 0.
+    Special tokens are not part of the text, unless `skip_special_tokens` is false.
     """
 
     temperature: float = 0.0
@@ -83,6 +84,7 @@ class SamplingParams:
     min_tokens: int = 0
     n: int = 1
     include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
     structured_outputs: StructuredOutputs | Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
@@ -112,7 +114,7 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 check_range(name, getattr(self, name), 0, MAX_LOGPROBS, whole=True)
-        for name in ("ignore_eos", "include_stop_str_in_output"):
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             check_bool(name, getattr(self, name))
         stop = check_texts("stop", self.stop, MAX_STOP_TEXTS, MAX_STOP_LENGTH)
         object.__setattr__(self, "stop", stop)

@@ -18,12 +18,13 @@ MAX_CHARACTERS = 1 << 20  # of a schema or a grammar
 class StructuredOutputs:
     """A constraint of one kind. `text` is a JSON schema, a regex, a JSON list of texts, or a
     grammar in Lark or GBNF syntax. `param` is the field of the request that it came from, for
-    errors.
+    errors. `preamble`, a grammar in Lark syntax, matches what precedes the constrained text.
     """
 
     kind: str
     text: str
     param: str = NAME
+    preamble: str = ""
 
     @classmethod
     def parse(cls, value: Any) -> "StructuredOutputs":

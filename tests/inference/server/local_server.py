@@ -17,11 +17,12 @@ TEMPLATE = (
 
 
 @contextlib.contextmanager
-def run_server(llm, max_queue=200, slots=8, length=128, **options):
-    """(model, base URL) of a server on a free port."""
+def run_server(llm, max_queue=200, slots=8, length=128, parsers=("none", "none"), **options):
+    """(model, base URL) of a server on a free port; `parsers` are those of calls and reasoning."""
     engine = AsyncEngine(llm, slots=slots, length=length, max_queue=max_queue)
     template = ChatTemplate(TEMPLATE, "this model", llm.tokenizer.special_tokens)
     model = ServedModel(llm, engine, llm.tokenizer, ["tiny", "alias"], chat_template=template)
+    model.tool_parser, model.reasoning_parser = parsers
     listener = bind("127.0.0.1", 0)
     port = listener.getsockname()[1]
     server = HttpServer(build_app(model, ServerOptions(**options)), listener)

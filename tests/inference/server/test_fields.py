@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from maxtext.inference.server.bodies import parse_body
+from maxtext.inference.server.bodies import parse_body, parse_messages
 from maxtext.inference.server.errors import ApiError
 from maxtext.inference.server.fields import RequestParser
 from maxtext.inference.server.model import cut_after
@@ -21,11 +21,18 @@ def parser():
         max_length=40,
         sampling_defaults={"top_p": 0.9},
         encode=lambda text: list(text.encode()),
-        encode_chat=lambda messages, variables, *how: [
-            *"".join(message["content"] for message in messages).encode(),
-            *[1] * len(variables),
-        ],
-        tokenizer=SimpleNamespace(decode=lambda ids: bytes(ids).decode()),
+        # A character \x01 for each variable of the template.
+        render_chat=lambda messages, variables, *how: (
+            "".join(message["content"] for message in messages) + "\x01" * len(variables)
+        ),
+        tokenizer=SimpleNamespace(
+            decode=lambda ids: bytes(ids).decode(),
+            encode_with_specials=lambda text: list(text.encode()),
+        ),
+        special_ids={},
+        template_defaults={},
+        tool_parser="none",
+        reasoning_parser="none",
         find=lambda name: ("tiny", ""),
     )
     return RequestParser(model)
@@ -86,7 +93,7 @@ def test_null_is_absent():
         ("echo", 1),
         ("cache_salt", 1),
         ("truncate_prompt_tokens", 0),
-        ("skip_special_tokens", False),
+        ("skip_special_tokens", "no"),
     ],
 )
 def test_wrong_value_names_its_field(parser, name, value):
@@ -140,6 +147,12 @@ def test_parts_of_text_are_joined(parser):
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     (request,) = parser.chat({"messages": [{"role": "user", "content": parts}]}).requests
     assert request.prompt == [97, 98]
+
+
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
+def test_templates_see_reasoning_under_all_names(name):
+    (message,) = parse_messages({"messages": [{"role": "assistant", "content": "a", name: "Hm"}]})
+    assert {message[each] for each in ("reasoning", "reasoning_content", "thinking")} == {"Hm"}
 
 
 def test_too_long_names_both_numbers(parser):

@@ -1,4 +1,4 @@
-"""Calls of functions, in texts that come in parts of any size and under a grammar."""
+"""Calls of functions that requests offer, and calls under a grammar."""
 
 import json
 
@@ -6,65 +6,15 @@ import httpx
 import pytest
 
 from maxtext import LLM
-from maxtext.inference.server.tools import (
-    HermesParser,
-    NamedCallParser,
-    RequiredCallParser,
-    move_refs,
-    parse_tools,
-)
+from maxtext.inference.server.tools import move_refs, parse_tools
 from maxtext.inference.validation import RequestError
 from tests.inference.server.local_server import run_server
 from tests.inference.test_structured_outputs import SCHEMAS, SIZES
 
-CALL = '<tool_call>{"name": "f", "arguments": {"x": "ü}"}}</tool_call>'
 TOOLS = [
     {"type": "function", "function": {"name": name, "parameters": SCHEMAS[index]}}
     for index, name in enumerate(("add_person", "set_tags"))
 ]
-
-
-def parse(parser, text, size):
-    """(content, [[name, arguments], ...]) of a text in parts of `size` characters."""
-    content, calls = "", []
-    starts = range(0, max(len(text), 1), size)
-    for start in starts:
-        part = text[start : start + size]
-        for delta in parser.add(part, last=start + size >= len(text)):
-            content += delta.content
-            if delta.name is not None:
-                assert delta.index == len(calls)
-                calls.append([delta.name, ""])
-            if delta.index is not None:
-                calls[delta.index][1] += delta.arguments
-    return content, calls
-
-
-@pytest.mark.parametrize("size", [1, 3, 7, 1000])
-@pytest.mark.parametrize(
-    ("text", "content", "arguments"),
-    [
-        ("no calls < here <tool", "no calls < here <tool", []),
-        (f"I call. {CALL}", "I call. ", [{"x": "ü}"}]),
-        (f"{CALL}\n{CALL}\n", "", [{"x": "ü}"}] * 2),
-        (CALL.removesuffix("</tool_call>"), "", [{"x": "ü}"}]),
-        ("<tool_call>{bad</tool_call> on", "<tool_call>{bad</tool_call> on", []),
-        ('<tool_call>{"name": 3}</tool_call>', '<tool_call>{"name": 3}</tool_call>', []),
-        ("<tool_call>{", "<tool_call>{", []),
-    ],
-)
-def test_hermes_calls(text, content, arguments, size):
-    parsed_content, calls = parse(HermesParser(), text, size)
-    assert parsed_content == content
-    assert [(name, json.loads(each)) for name, each in calls] == [("f", each) for each in arguments]
-
-
-@pytest.mark.parametrize("size", [1, 2, 5, 1000])
-def test_calls_by_grammar(size):
-    arguments = '{"a": {"b": "}"}, "c": [{}]}'
-    text = '{"name": "f\\"g", "arguments": ' + arguments + " }"
-    assert parse(RequiredCallParser(), text, size) == ("", [['f"g', arguments]])
-    assert parse(NamedCallParser("f"), arguments, size) == ("", [["f", arguments]])
 
 
 def test_references_move_with_their_schema():
@@ -82,6 +32,7 @@ def test_references_move_with_their_schema():
         ("tools", {"tools": {}}),
         ("tools", {"tools": [{"type": "function"}]}),
         ("tools", {"tools": [TOOLS[0], TOOLS[0]]}),
+        ("parallel_tool_calls", {"parallel_tool_calls": "no"}),
         ("tool_choice", {"tool_choice": "required"}),
         ("tool_choice", {"tools": TOOLS, "tool_choice": "always"}),
         ("tool_choice", {"tools": TOOLS, "tool_choice": {"function": {"name": "other"}}}),

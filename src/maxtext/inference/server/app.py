@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import metadata
 from typing import Any
 
@@ -28,6 +29,8 @@ from maxtext.inference.server.generate import ResponseWriter
 from maxtext.inference.server.metrics import ServerMetrics
 from maxtext.inference.server.middleware import KeyMiddleware, RequestMiddleware
 from maxtext.inference.server.model import ServedModel
+from maxtext.inference.server.response_events import ResponsesWriter
+from maxtext.inference.server.responses import parse_response_request
 from maxtext.inference.session import PreparedRequest
 from maxtext.inference.validation import RequestError, check_token_ids
 
@@ -102,6 +105,7 @@ class Endpoints:
             ("GET", "/v1/models/{name:path}", self.find_model),
             ("POST", "/v1/completions", self.complete),
             ("POST", "/v1/chat/completions", self.chat),
+            ("POST", "/v1/responses", self.respond),
             ("POST", "/v1/embeddings", self.embed),
             ("POST", "/tokenize", self.tokenize),
             ("POST", "/detokenize", self.detokenize),
@@ -145,12 +149,21 @@ class Endpoints:
     # Generation.
 
     async def complete(self, request: Request) -> Response:
-        return await self.generate(request, self.parser.completion)
+        return await self.generate(request, self.parser.completion, ResponseWriter)
 
     async def chat(self, request: Request) -> Response:
-        return await self.generate(request, self.parser.chat)
+        return await self.generate(request, self.parser.chat, ResponseWriter)
 
-    async def generate(self, request: Request, parse: Callable[[Body], ApiRequest]) -> Response:
+    async def respond(self, request: Request) -> Response:
+        parse = partial(parse_response_request, self.parser)
+        return await self.generate(request, parse, ResponsesWriter)
+
+    async def generate(
+        self,
+        request: Request,
+        parse: Callable[[Body], ApiRequest],
+        writer_type: type[ResponseWriter] | type[ResponsesWriter],
+    ) -> Response:
         self.model.engine.check_accepts(0)  # a draining server does not read bodies
         body = await self.read_body(request)
         self.model.find(body.get("model"))
@@ -163,7 +176,7 @@ class Endpoints:
         timeout = self.options.request_timeout or None
         active = ActiveRequest(self.model.engine, prepared, self.metrics, timeout)
         self.metrics.count_choices(parsed.num_choices)
-        writer = ResponseWriter(self.model, parsed, active)
+        writer = writer_type(self.model, parsed, active)
         headers = ignored_header(parsed.ignored_fields)
         if not parsed.stream:
             response = await run_while_connected(request.receive, writer.whole())
@@ -182,7 +195,8 @@ class Endpoints:
         if "messages" in body:
             # As vLLM's endpoint: tools are rendered whatever would call them.
             chat = {**body, "tool_choice": "none"}
-            tokens = await asyncio.to_thread(self.parser.chat_prompt, chat)
+            text = await asyncio.to_thread(self.parser.chat_text, chat)
+            tokens = await asyncio.to_thread(self.model.tokenizer.encode_with_specials, text)
         else:
             if "prompt" not in body:
                 raise RequestError("prompt or messages is missing", "prompt")

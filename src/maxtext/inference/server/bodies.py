@@ -11,6 +11,7 @@ from typing import Any
 from maxtext.inference.validation import RequestError, check_bool, is_id, shorten
 
 Body = Mapping[str, Any]
+REASONING_NAMES = ("reasoning_content", "reasoning", "thinking")  # of a message
 
 
 def parse_body(data: bytes) -> dict[str, Any]:
@@ -112,6 +113,9 @@ def parse_message(message: Any, name: str) -> dict[str, Any]:
         raise RequestError(f"{name}.tool_calls must be a list", "messages")
     if not isinstance(content, str) and (content is not None or not message.get("tool_calls")):
         raise RequestError(f"{name}.content must be text or parts of text", "messages")
+    reasoning = message.get("reasoning_content") or message.get("reasoning")
+    if isinstance(reasoning, str):  # templates have different names for it
+        message = {**message, **dict.fromkeys(REASONING_NAMES, reasoning)}
     if message.get("tool_calls"):
         message = {**message, "tool_calls": [parse_call(each) for each in message["tool_calls"]]}
     return {**message, "content": content}

@@ -9,8 +9,8 @@ from maxtext.inference.logprobs import TokenLogprobs
 from maxtext.inference.requests import Completion, CompletionDelta
 from maxtext.inference.server.errors import SERVER_ERROR, ApiError
 from maxtext.inference.server.fields import ApiRequest
+from maxtext.inference.server.messages import MessageBuilder
 from maxtext.inference.server.model import ServedModel
-from maxtext.inference.server.tools import ToolCallFormatter
 
 Json = dict[str, Any]
 FINISH_REASONS = {"end": "stop", "stop": "stop", "length": "length"}
@@ -23,18 +23,22 @@ class Usage:
     prompt_tokens: int
     completion_tokens: int = 0
     cached_tokens: int = 0
+    reasoning_tokens: int | None = None  # None: the model has no reasoning
 
     def add(self, completion: Completion) -> None:
         if completion.choice == 0:
             self.cached_tokens += completion.num_cached_tokens
 
     def to_json(self) -> Json:
-        return {
+        usage: Json = {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
+        if self.reasoning_tokens is not None:
+            usage["completion_tokens_details"] = {"reasoning_tokens": self.reasoning_tokens}
+        return usage
 
 
 class ChoiceFormatter:
@@ -48,8 +52,8 @@ class ChoiceFormatter:
         self.index = index
         self.prompt_ids = prompt
         self.echo = request.echoes[index // request.num_choices] if request.echoes else ""
-        self.parser = request.tools.parser(model.tool_parser)
-        self.calls = ToolCallFormatter()
+        self.parser = request.format.build_parser()
+        self.message = MessageBuilder()
         self.held_logprobs: list[Json] = []  # of text that the parser holds back
         self.is_first = True
         # Counts the characters before each token; a character ends with the last of its tokens.
@@ -79,7 +83,9 @@ class ChoiceFormatter:
         offsets = []
         for token in token_ids:
             offsets.append(self.num_characters)
-            self.num_characters += len(self.decoder.decode(self.model.token_bytes(token)))
+            self.num_characters += len(
+                self.decoder.decode(self.model.token_bytes(token, self.request.shows_specials))
+            )
         top = [
             # The token itself comes last: of equal texts, its number stays.
             entry and {text(each): entry.top[each] for each in (*drop(entry.top, token), token)}
@@ -100,7 +106,7 @@ class ChoiceFormatter:
         }
 
     def chat_token(self, token: int, logprob: float) -> Json:
-        data = self.model.token_bytes(token)
+        data = self.model.token_bytes(token, self.request.shows_specials)
         return {"token": self.model.token_text(token), "logprob": logprob, "bytes": list(data)}
 
     def extras(self, delta: CompletionDelta) -> Json:
@@ -126,7 +132,9 @@ class ChoiceFormatter:
         )
         content: Json = {"text": self.echo + delta.text}
         if self.request.is_chat:
-            content = {"message": self.message(delta.text)}
+            for part in self.parser.add(delta.text, last=True):
+                self.message.add(part)
+            content = {"message": self.message.message()}
         return {
             "index": self.index,
             **content,
@@ -154,10 +162,10 @@ class ChoiceFormatter:
     def chat_chunks(
         self, delta: CompletionDelta, logprobs: Json | None, extras: Json
     ) -> list[Json]:
-        """The role first, then content and calls, then the reason of the end."""
+        """The role first, then reasoning, content and calls, then the reason of the end."""
         is_last = delta.completion is not None
         self.held_logprobs += logprobs["content"] if logprobs else []
-        parts = [self.calls.add(part) for part in self.parser.add(delta.text, is_last)]
+        parts = [self.message.add(part) for part in self.parser.add(delta.text, is_last)]
         if not parts and delta.token_ids and (extras or (is_last and self.held_logprobs)):
             parts = [{"content": ""}]
         chunks: list[Json] = []
@@ -172,17 +180,9 @@ class ChoiceFormatter:
             chunks.append({"delta": {}, "logprobs": None, **self.finish(delta.completion)})
         return [{"index": self.index, "finish_reason": None, **chunk} for chunk in chunks]
 
-    def message(self, text: str) -> Json:
-        parts = [self.calls.add(part) for part in self.parser.add(text, last=True)]
-        content = "".join(part.get("content", "") for part in parts)
-        message: Json = {"role": "assistant", "content": content, "refusal": None}
-        if self.calls.calls:
-            message |= {"content": content or None, "tool_calls": self.calls.calls}
-        return message
-
     def finish(self, completion: Completion | None) -> Json:
         end = finish(completion)
-        if self.calls.calls and end["finish_reason"] == "stop":
+        if self.message.calls and end["finish_reason"] == "stop":
             end["finish_reason"] = "tool_calls"
         return end
 

@@ -2,7 +2,7 @@
 
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from maxtext.common.errors import UserError
@@ -17,9 +17,11 @@ from maxtext.inference.server.bodies import (
     parse_prompts,
     text_field,
 )
+from maxtext.inference.server.messages import MessageFormat
 from maxtext.inference.server.model import ServedModel
+from maxtext.inference.server.reasoning import Reasoning
 from maxtext.inference.server.tools import ToolOptions, parse_tools
-from maxtext.inference.structured_outputs import parse_response_format
+from maxtext.inference.structured_outputs import StructuredOutputs, parse_response_format
 from maxtext.inference.validation import RequestError, check_range, check_whole_number
 
 SAMPLING_FIELDS = (
@@ -38,6 +40,7 @@ SAMPLING_FIELDS = (
     "ignore_eos",
     "min_tokens",
     "include_stop_str_in_output",
+    "skip_special_tokens",
     "structured_outputs",
 )
 # They would change the completion, and are not supported.
@@ -58,7 +61,6 @@ INERT_FIELDS = (
     "store",
     "metadata",
     "service_tier",
-    "parallel_tool_calls",
     "prompt_cache_key",
     "safety_identifier",
     "verbosity",
@@ -74,7 +76,6 @@ COMMON_FIELDS = (
     "stream_options",
     "response_format",
     "return_token_ids",
-    "skip_special_tokens",
     "truncate_prompt_tokens",
     "cache_salt",
     *SAMPLING_FIELDS,
@@ -88,6 +89,7 @@ CHAT_FIELDS = frozenset(
         "top_logprobs",
         "tools",
         "tool_choice",
+        "parallel_tool_calls",
         "chat_template_kwargs",
         "add_generation_prompt",
         "continue_final_message",
@@ -112,14 +114,20 @@ class ApiRequest:
     continuous_usage: bool = False  # in every chunk
     echoes: tuple[str, ...] = ()
     logprobs: int | None = None
-    tools: ToolOptions = field(default_factory=ToolOptions)
+    format: MessageFormat = field(default_factory=MessageFormat)  # of chats
     return_token_ids: bool = False
     ignored_fields: tuple[str, ...] = ()  # names that mean nothing here
+    settings: Body = field(default_factory=dict)  # that the response repeats
 
     @property
     def num_choices(self) -> int:
         """Of each prompt."""
         return self.requests[0].params.n
+
+    @property
+    def shows_specials(self) -> bool:
+        """Whether special tokens are part of the text."""
+        return not self.requests[0].params.skip_special_tokens
 
 
 class RequestParser:
@@ -173,21 +181,57 @@ class RequestParser:
         logprobs = num_top if wants_logprobs else None
         fields = self.sampling_fields(body) | {"logprobs": logprobs}
         tools = parse_tools(body)
-        if (constraint := tools.constraint()) is not None:
-            if fields.get("structured_outputs") is not None:
-                raise RequestError("a required call has a format of its own", "tool_choice")
-            fields["structured_outputs"] = constraint
-        prompt_ids = self.truncate(body, self.chat_prompt(body))
+        text = self.chat_text(body)
+        reasoning = self.reasoning(body, text)
+        fields["structured_outputs"] = self.chat_constraint(
+            tools, reasoning, fields.get("structured_outputs")
+        )
+        prompt_ids = self.truncate(body, self.model.tokenizer.encode_with_specials(text))
         remaining = max(self.model.max_length - len(prompt_ids), 1)
         max_tokens = self.max_tokens(body, len(prompt_ids), remaining, at_least=1)
         params = SamplingParams(max_new_tokens=max_tokens, **fields)
-        request = self.generation_request(body, prompt_ids, params)
+        message_format = MessageFormat(tools, reasoning, self.model.tool_parser)
+        special_ids = self.model.special_ids
+        tags = tuple(tag for tag in message_format.tags if tag in special_ids)
+        request = replace(
+            self.generation_request(body, prompt_ids, params),
+            visible_token_ids=frozenset(special_ids[tag] for tag in tags),
+            reasoning=reasoning.span,
+        )
+        if params.skip_special_tokens:
+            message_format = replace(message_format, hidden_tags=tags)
         return self.api_request(
-            body, [request], ignored, is_chat=True, logprobs=logprobs, tools=tools
+            body, [request], ignored, is_chat=True, logprobs=logprobs, message_format=message_format
         )
 
-    def chat_prompt(self, body: Body) -> list[int]:
-        """The token ids of the messages of a body."""
+    def reasoning(self, body: Body, prompt: str) -> Reasoning:
+        """`prompt` is the text of the conversation."""
+        variables = {**self.model.template_defaults, **object_field(body, "chat_template_kwargs")}
+        return Reasoning.from_prompt(
+            self.model.reasoning_parser,
+            prompt,
+            continues=flag(body, "continue_final_message"),
+            is_wanted=bool(body.get("reasoning_effort"))
+            or any(variables.get(name) is True for name in ("enable_thinking", "thinking")),
+        )
+
+    def chat_constraint(
+        self, tools: ToolOptions, reasoning: Reasoning, wanted: Any
+    ) -> StructuredOutputs | None:
+        """The grammar of a message: of a required call, or the one that the request wants. It
+        begins after the reasoning.
+        """
+        constraint = tools.constraint()
+        if constraint is not None and wanted is not None:
+            raise RequestError("a required call has a format of its own", "tool_choice")
+        if wanted is not None:
+            constraint = StructuredOutputs.parse(wanted)
+        if constraint is None:
+            return None
+        return replace(constraint, preamble=reasoning.preamble(self.model.tokenizer))
+
+    def chat_text(self, body: Body) -> str:
+        """The messages of a body as the template writes them."""
         variables = dict(object_field(body, "chat_template_kwargs"))
         if "tools" in variables:
             raise RequestError("chat_template_kwargs may not set tools", "chat_template_kwargs")
@@ -207,7 +251,7 @@ class RequestParser:
             )
         messages = parse_messages(body)
         try:
-            return self.model.encode_chat(messages, variables, add_prompt, continues)
+            return self.model.render_chat(messages, variables, add_prompt, continues)
         except RequestError:
             raise
         except UserError as error:  # of the template
@@ -220,12 +264,6 @@ class RequestParser:
         for name in UNSUPPORTED_FIELDS:
             if body.get(name):
                 raise RequestError(f"{name} is not supported", name, "unsupported_parameter")
-        if not flag(body, "skip_special_tokens", default=True):
-            raise RequestError(
-                "skip_special_tokens=false is not supported",
-                "skip_special_tokens",
-                "unsupported_parameter",
-            )
         unknown = tuple(sorted(set(body) - known))
         if unknown and self.strict_fields:
             raise RequestError(f"unknown field {unknown[0][:60]!r}", unknown[0][:60])
@@ -288,7 +326,7 @@ class RequestParser:
         is_chat: bool = False,
         echoes: tuple[str, ...] = (),
         logprobs: int | None = None,
-        tools: ToolOptions | None = None,
+        message_format: MessageFormat | None = None,
     ) -> ApiRequest:
         stream = flag(body, "stream")
         options = object_field(body, "stream_options")
@@ -304,7 +342,7 @@ class RequestParser:
             continuous_usage=continuous,
             echoes=echoes,
             logprobs=logprobs,
-            tools=tools or ToolOptions(),
+            format=message_format or MessageFormat(),
             return_token_ids=flag(body, "return_token_ids"),
             ignored_fields=ignored,
         )

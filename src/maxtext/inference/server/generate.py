@@ -21,6 +21,7 @@ class ResponseWriter:
     """Writes the response to one request."""
 
     def __init__(self, model: ServedModel, request: ApiRequest, active: ActiveRequest):
+        self.model = model
         self.request = request
         self.active = active
         prompts = [stream.prompt_ids for stream in active.streams]
@@ -29,7 +30,8 @@ class ResponseWriter:
             ChoiceFormatter(model, request, index, prompts[index // count])
             for index in range(len(prompts) * count)
         ]
-        self.usage = Usage(sum(map(len, prompts)))
+        has_reasoning = request.is_chat and model.reasoning_parser != "none"
+        self.usage = Usage(sum(map(len, prompts)), reasoning_tokens=0 if has_reasoning else None)
         self.prompt_logprobs: dict[int, PromptLogprobs] = {}  # by prompt
         # Deltas of other choices that came before the log-probabilities of their prompt.
         self.waiting: dict[int, list[CompletionDelta]] = {}
@@ -54,7 +56,7 @@ class ResponseWriter:
         async with aclosing(self.active.deltas()) as deltas:
             async for prompt, delta in deltas:
                 if delta.completion is not None:
-                    self.usage.add(delta.completion)
+                    self.add_usage(delta.completion)
                     self.usage.completion_tokens += len(delta.completion.token_ids)
                     index = prompt * self.request.num_choices + delta.choice
                     completions[index] = delta.completion
@@ -72,7 +74,7 @@ class ResponseWriter:
             async for prompt, delta in deltas:
                 self.usage.completion_tokens += len(delta.token_ids)
                 if delta.completion is not None:
-                    self.usage.add(delta.completion)
+                    self.add_usage(delta.completion)
                 events = b"".join(map(self.encode_chunk, self.chunks(prompt, delta)))
                 if events:
                     yield events
@@ -80,6 +82,13 @@ class ResponseWriter:
         if self.request.include_usage:
             last = encode_event({**self.head, "choices": [], "usage": self.usage.to_json()})
         yield last + DONE
+
+    def add_usage(self, completion: Completion) -> None:
+        self.usage.add(completion)
+        if self.usage.reasoning_tokens is not None:
+            self.usage.reasoning_tokens += self.request.format.reasoning.count_tokens(
+                completion.token_ids, self.model.tokenizer
+            )
 
     def chunks(self, prompt: int, delta: CompletionDelta) -> list[Json]:
         """The choices of chunks that can be sent after a delta."""

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from maxtext.common.files import read_json_object
@@ -30,7 +31,8 @@ class ServedModel:
     chat_template: ChatTemplate | None = None
     template_defaults: Mapping[str, Any] = field(default_factory=dict)
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
-    tool_parser: str = "none"  # of `tools.PARSERS`, for tool_choice="auto"
+    tool_parser: str = "none"  # of `tool_parsers.PARSERS`, for tool_choice="auto"
+    reasoning_parser: str = "none"  # of `reasoning.PARSERS`
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -73,14 +75,14 @@ class ServedModel:
             return self.tokenizer.encode_prompt(text)
         return self.tokenizer.encode_with_specials(text)
 
-    def encode_chat(
+    def render_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
         variables: Mapping[str, Any],
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
-    ) -> list[int]:
-        """The ids of a conversation. With `continue_final_message` they end with the content of
+    ) -> str:
+        """The text of a conversation. With `continue_final_message` it ends with the content of
         its last message. Raises UserError if the template refuses it.
         """
         template = self.chat_template
@@ -97,7 +99,12 @@ class ServedModel:
         text = template.render(messages, add_generation_prompt, variables)
         if continue_final_message:
             text = cut_after(text, messages[-1].get("content") or "")
-        return self.tokenizer.encode_with_specials(text)
+        return text
+
+    @cached_property
+    def special_ids(self) -> dict[str, int]:
+        """The special tokens of the vocabulary by name."""
+        return {self.tokenizer.id_to_token(token): token for token in self.tokenizer.special_ids}
 
     def token_text(self, token: int) -> str:
         """A token as text: what it adds to a text, or for special tokens its name. A part of a
@@ -111,7 +118,10 @@ class ServedModel:
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
-    def token_bytes(self, token: int) -> bytes:
+    def token_bytes(self, token: int, shows_specials: bool = False) -> bytes:
+        """What a token adds to a text; `shows_specials`: of special tokens it is their name."""
+        if shows_specials and token in self.tokenizer.special_ids:
+            return self.tokenizer.id_to_token(token).encode()
         return text_bytes(self.tokenizer, token)
 
 

@@ -1,0 +1,199 @@
+"""The bodies of /v1/responses as bodies of /v1/chat/completions.
+
+The server keeps no state: `input` is the whole conversation.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from maxtext.common.log import LOGGER
+from maxtext.inference.server.bodies import Body, flag, object_field, text_field
+from maxtext.inference.server.fields import INERT_FIELDS, SAMPLING_FIELDS, ApiRequest, RequestParser
+from maxtext.inference.validation import RequestError, shorten
+
+# Silence would lose the conversation, or something else that the client relies on.
+UNSUPPORTED_FIELDS = ("previous_response_id", "background", "conversation", "prompt")
+# Names of fields in the chat that a body becomes, where the name in the body is another one.
+CHAT_NAMES = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "max_new_tokens": "max_output_tokens",
+    "response_format": "text",
+    "reasoning_effort": "reasoning",
+}
+SAME_FIELDS = (
+    *("model", "stream", "parallel_tool_calls", "chat_template_kwargs", "cache_salt"),
+    *(name for name in SAMPLING_FIELDS if name != "n"),
+)
+FIELDS = frozenset(
+    (
+        *("input", "instructions", "max_output_tokens", "tools", "tool_choice", "text"),
+        *("reasoning", "include", "client_metadata", "truncation", "stream_options"),
+        *("max_tool_calls", "top_logprobs", "prompt_cache_retention"),
+        *SAME_FIELDS,
+        *UNSUPPORTED_FIELDS,
+        *INERT_FIELDS,
+    )
+)
+TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
+
+
+def parse_response_request(parser: RequestParser, body: Body) -> ApiRequest:
+    """The body of /v1/responses. Raises RequestError with the names of its fields."""
+    for name in UNSUPPORTED_FIELDS:
+        if body.get(name):
+            raise RequestError(
+                f"{name} is not supported: this server keeps no conversations, so send the whole "
+                "conversation as input",
+                name,
+                "unsupported_parameter",
+            )
+    ignored = parser.check_names(body, FIELDS)
+    try:
+        request = parser.chat(chat_body(body))
+    except RequestError as error:
+        param = CHAT_NAMES.get(error.param or "", error.param)
+        raise RequestError(str(error), param, error.code) from error
+    return replace(request, ignored_fields=ignored, settings=response_settings(body))
+
+
+def chat_body(body: Body) -> dict[str, Any]:
+    """The body of a chat that a body of /v1/responses stands for."""
+    chat: dict[str, Any] = {name: body[name] for name in SAME_FIELDS if name in body}
+    chat["messages"] = parse_input(body)
+    if "max_output_tokens" in body:
+        chat["max_completion_tokens"] = body["max_output_tokens"]
+    tools = parse_functions(body.get("tools", []))
+    if tools:
+        chat["tools"] = tools
+    if "tool_choice" in body:
+        chat["tool_choice"] = parse_choice(body["tool_choice"])
+    if (text_format := object_field(body, "text").get("format")) is not None:
+        chat["response_format"] = parse_format(text_format)
+    if (effort := object_field(body, "reasoning").get("effort")) is not None:
+        chat["reasoning_effort"] = effort
+    return chat
+
+
+def parse_functions(tools: Any) -> list[dict[str, Any]]:
+    """The functions among `tools`; others are ignored."""
+    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise RequestError(f"tools must be a list of objects, not {shorten(tools)}", "tools")
+    others = sorted(
+        {str(tool.get("type"))[:40] for tool in tools if tool.get("type") != "function"}
+    )
+    if others:
+        LOGGER.warning("ignoring tools of the types %s in /v1/responses", ", ".join(others))
+    names = ("name", "description", "parameters", "strict")
+    return [
+        {"type": "function", "function": {name: tool[name] for name in names if name in tool}}
+        for tool in tools
+        if tool.get("type") == "function"
+    ]
+
+
+def parse_choice(choice: Any) -> Any:
+    if isinstance(choice, Mapping) and choice.get("type") == "function":
+        return {"type": "function", "function": {"name": choice.get("name")}}
+    if isinstance(choice, Mapping):
+        raise RequestError(
+            f"tool_choice.type must be function, not {shorten(choice.get('type'))}", "tool_choice"
+        )
+    return choice
+
+
+def parse_format(text_format: Any) -> Any:
+    """The field text.format as a response_format."""
+    if isinstance(text_format, Mapping) and text_format.get("type") == "json_schema":
+        return {"type": "json_schema", "json_schema": {"schema": text_format.get("schema")}}
+    return text_format
+
+
+def parse_input(body: Body) -> list[dict[str, Any]]:
+    """The messages of `instructions` and `input`."""
+    messages: list[dict[str, Any]] = []
+    if instructions := text_field(body, "instructions"):
+        messages.append({"role": "system", "content": instructions})
+    items = body.get("input")
+    if isinstance(items, str):
+        return [*messages, {"role": "user", "content": items}]
+    if not isinstance(items, list) or not items:
+        raise RequestError("input must be text or a list of items", "input")
+    for index, item in enumerate(items):
+        add_item(messages, item, f"input[{index}]")
+    return messages
+
+
+def add_item(messages: list[dict[str, Any]], item: Any, name: str) -> None:
+    """Append an item of the input to a conversation. What the model wrote in one turn, its
+    reasoning, content and calls, is one message.
+    """
+    if not isinstance(item, Mapping):
+        raise RequestError(f"{name} must be an object, not {shorten(item)}", "input")
+    kind = item.get("type", "message")
+    if kind == "message":
+        role = item.get("role")
+        content = join_parts(item.get("content"), f"{name}.content")
+        if role == "assistant":
+            turn = open_turn(messages)
+            turn["content"] = (turn["content"] or "") + content
+        elif role in ("system", "developer") and messages and messages[-1]["role"] == "system":
+            messages[-1]["content"] += f"\n\n{content}"  # many templates take only one
+        else:
+            messages.append({"role": "system" if role == "developer" else role, "content": content})
+    elif kind == "reasoning":
+        text = join_parts(item.get("content") or item.get("summary") or "", f"{name}.content")
+        turn = open_turn(messages)
+        turn["reasoning_content"] = turn.get("reasoning_content", "") + text
+    elif kind == "function_call":
+        function = {"name": item.get("name"), "arguments": item.get("arguments", "{}")}
+        call = {"id": item.get("call_id"), "type": "function", "function": function}
+        open_turn(messages).setdefault("tool_calls", []).append(call)
+    elif kind == "function_call_output":
+        output = item.get("output")
+        is_text = isinstance(output, str | list)
+        content = join_parts(output, f"{name}.output") if is_text else json.dumps(output)
+        messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
+    else:
+        raise RequestError(f"{name} has the type {shorten(kind)}, which is not supported", "input")
+
+
+def open_turn(messages: list[dict[str, Any]]) -> dict[str, Any]:
+    """The last message, if the model wrote it, or a new one."""
+    if not messages or messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant", "content": ""})
+    return messages[-1]
+
+
+def join_parts(content: Any, name: str) -> str:
+    """The text of a content: a text, or a list of parts of text."""
+    if isinstance(content, str):
+        return content
+    parts: Sequence[Any] = content if isinstance(content, list) else [None]
+    for part in parts:
+        is_text = isinstance(part, Mapping) and part.get("type") in TEXT_PARTS
+        if not is_text or not isinstance(part.get("text"), str):
+            raise RequestError(f"{name} must be text or parts of text", "input")
+    return "".join(part["text"] for part in parts)
+
+
+def response_settings(body: Body) -> dict[str, Any]:
+    """The fields of a request that its response repeats."""
+    return {
+        "instructions": body.get("instructions"),
+        "max_output_tokens": body.get("max_output_tokens"),
+        "metadata": body.get("metadata", {}),
+        "parallel_tool_calls": flag(body, "parallel_tool_calls", default=True),
+        "previous_response_id": None,
+        "reasoning": {"effort": None, "summary": None, **object_field(body, "reasoning")},
+        "store": False,
+        "temperature": body.get("temperature", 1.0),
+        "text": {"format": {"type": "text"}, **object_field(body, "text")},
+        "tool_choice": body.get("tool_choice", "auto"),
+        "tools": body.get("tools", []),
+        "top_p": body.get("top_p", 1.0),
+        "truncation": "disabled",
+        "user": body.get("user"),
+    }

@@ -1,0 +1,180 @@
+"""Reasoning and calls of a model whose text is forced by a regex, in chats and in /v1/responses."""
+
+import json
+
+import httpx
+import pytest
+
+from maxtext import LLM
+from tests.inference import few_shapes
+from tests.inference.server.local_server import run_server
+from tests.inference.test_structured_outputs import SIZES
+
+CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
+MESSAGES = [{"role": "user", "content": "Hi"}]
+CALL = '<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>'
+FUNCTION = {"name": "f", "parameters": {"type": "object"}}
+
+
+@pytest.fixture(scope="module")
+def server():
+    with pytest.MonkeyPatch.context() as patch:
+        few_shapes.patch(patch)
+        llm = LLM.load("qwen3-0.6b", **SIZES)
+        with run_server(llm, length=256, parsers=("hermes", "think")) as served:
+            yield served
+
+
+@pytest.fixture(scope="module")
+def http(server):
+    with httpx.Client(base_url=server[1], timeout=60) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def openai_client(server):
+    openai = pytest.importorskip("openai")
+    return openai.OpenAI(base_url=f"{server[1]}/v1", api_key="none", max_retries=0, timeout=60)
+
+
+def forced(text):
+    """Fields of a request whose completion is this text."""
+    escaped = "".join(f"\\{letter}" if letter in "{}[]().*+?|/\\" else letter for letter in text)
+    return {"structured_outputs": {"regex": escaped}, "max_tokens": 200, "seed": 1}
+
+
+def chat(http, text, **body):
+    response = http.post(CHAT, json={"messages": MESSAGES, **forced(text), **body})
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def chat_deltas(http, text, **body):
+    ask = {"messages": MESSAGES, "stream": True, **forced(text), **body}
+    blocks = http.post(CHAT, json=ask).text.split("\n\n")
+    chunks = [json.loads(block[6:]) for block in blocks if block.startswith("data: {")]
+    return [chunk["choices"][0]["delta"] for chunk in chunks]
+
+
+def test_reasoning_of_chats(http):
+    text = "<think>\nHm, stop.\n</think>\n\nYes, stop."
+    body = {"stop": ["stop"]}
+    result = chat(http, text, **body)
+    (choice,) = result["choices"]
+    message = choice["message"]
+    assert message["reasoning_content"] == message["reasoning"] == "Hm, stop."
+    # Stop texts act in the answer alone.
+    assert (message["content"], choice["stop_reason"]) == ("Yes, ", "stop")
+    # One token a byte, and the newlines belong to the reasoning.
+    details = result["usage"]["completion_tokens_details"]
+    assert details == {"reasoning_tokens": len("\nHm, stop.\n")}
+    deltas = chat_deltas(http, text, **body)
+    for name in ("reasoning_content", "reasoning", "content"):
+        assert "".join(delta.get(name, "") for delta in deltas) == message[name]
+
+
+def test_answer_without_reasoning(http):
+    (choice,) = chat(http, "Yes.")["choices"]
+    assert choice["message"]["content"] == "Yes."
+    assert "reasoning" not in choice["message"]
+
+
+@pytest.mark.parametrize(("parallel", "num_calls"), [(True, 2), (False, 1)])
+def test_calls_of_chats(http, parallel, num_calls):
+    body = {"tools": [{"type": "function", "function": FUNCTION}], "parallel_tool_calls": parallel}
+    (choice,) = chat(http, f"<think>a</think>{CALL}{CALL}", **body)["choices"]
+    message = choice["message"]
+    assert (choice["finish_reason"], message["content"]) == ("tool_calls", None)
+    assert message["reasoning"] == "a"
+    assert len(message["tool_calls"]) == num_calls
+    deltas = chat_deltas(http, f"<think>a</think>{CALL}{CALL}", **body)
+    parts = [part for delta in deltas for part in delta.get("tool_calls", ())]
+    assert [part["index"] for part in parts] == [index for index in range(num_calls) for _ in "ab"]
+    assert [part["function"] for part in parts[:2]] == [
+        {"name": "f", "arguments": ""},
+        {"arguments": '{"x": 1}'},
+    ]
+
+
+def respond(client, text, **fields):
+    fields = {"model": "tiny", "input": "Hi", "extra_body": forced(text), **fields}
+    fields["extra_body"] = {
+        key: value for key, value in fields["extra_body"].items() if key != "max_tokens"
+    }
+    return client.responses.create(**fields)
+
+
+def test_items_of_a_response(openai_client):
+    tools = [{"type": "function", "strict": False, **FUNCTION}, {"type": "web_search"}]
+    result = respond(openai_client, f"<think>a</think>So:{CALL}", tools=tools)
+    reasoning, message, call = result.output
+    assert (reasoning.type, reasoning.content[0].text) == ("reasoning", "a")
+    assert (message.type, message.status, message.content[0].text) == (
+        "message",
+        "completed",
+        "So:",
+    )
+    assert (call.type, call.name, call.arguments) == ("function_call", "f", '{"x": 1}')
+    assert (result.status, result.output_text) == ("completed", "So:")
+    assert result.usage.output_tokens_details.reasoning_tokens == 1
+    assert result.usage.total_tokens == result.usage.input_tokens + result.usage.output_tokens
+
+
+def test_events_of_a_response(openai_client):
+    tools = [{"type": "function", "strict": False, **FUNCTION}]
+    text = f"<think>a</think>So:{CALL}"
+    events = list(respond(openai_client, text, tools=tools, stream=True))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    kinds = [event.type.removeprefix("response.") for event in events]
+    merged = [kind for index, kind in enumerate(kinds) if kinds[index - 1 : index] != [kind]]
+    item = ["output_item.added", "content_part.added"]
+    end = ["content_part.done", "output_item.done"]
+    assert merged == [
+        *("created", "in_progress"),
+        *(*item, "reasoning_text.delta", "reasoning_text.done", *end),
+        *(*item, "output_text.delta", "output_text.done", *end),
+        *("output_item.added", "function_call_arguments.delta"),
+        *("function_call_arguments.done", "output_item.done"),
+        "completed",
+    ]
+    assert events[-1].response.output_text == "So:"
+    done = [event.item for event in events if event.type == "response.output_item.done"]
+    assert [each.id for each in done] == [each.id for each in events[-1].response.output]
+
+
+def test_stream_helper_of_the_client(openai_client):
+    extra = {key: value for key, value in forced("Yes.").items() if key != "max_tokens"}
+    with openai_client.responses.stream(model="tiny", input="Hi", extra_body=extra) as stream:
+        text = "".join(
+            event.delta for event in stream if event.type == "response.output_text.delta"
+        )
+        final = stream.get_final_response()
+    assert text == final.output_text == "Yes."
+
+
+def test_response_that_is_cut(openai_client):
+    result = respond(openai_client, "Yes.", max_output_tokens=2)
+    assert (result.status, result.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    assert (result.output_text, result.output[0].status) == ("Ye", "incomplete")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("previous_response_id", "resp_1"),
+        ("background", True),
+        ("input", []),
+        ("input", [{"type": "item_reference"}]),
+        ("input", [{"role": "user", "content": [{"type": "input_image"}]}]),
+        ("max_output_tokens", 0),
+        ("text", {"format": {"type": "yaml"}}),
+        ("text", {"format": {"type": "json_schema", "schema": 3}}),
+        ("tools", {}),
+        ("tool_choice", {"type": "web_search"}),
+        ("temperature", -1),
+    ],
+)
+def test_wrong_fields_of_responses(http, field, value):
+    response = http.post(RESPONSES, json={"input": "Hi", field: value})
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["param"] == field

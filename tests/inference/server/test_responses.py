@@ -1,0 +1,77 @@
+"""Bodies of /v1/responses become conversations."""
+
+import pytest
+
+from maxtext.inference.server.responses import chat_body
+from maxtext.inference.validation import RequestError
+
+
+def test_conversation_of_items():
+    """What the model wrote in one turn is one message."""
+    items = [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "input_text", "text": "Weather?"}]},
+        {"type": "reasoning", "id": "rs_1", "content": [{"type": "reasoning_text", "text": "Hm"}]},
+        {"type": "function_call", "call_id": "c1", "name": "f", "arguments": '{"x": 1}'},
+        {"type": "function_call", "call_id": "c2", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c1", "output": "sunny"},
+        {
+            "type": "function_call_output",
+            "call_id": "c2",
+            "output": [{"type": "input_text", "text": "wet"}],
+        },
+        {
+            "type": "message",
+            "role": "assistant",
+            "content": [{"type": "output_text", "text": "Both."}],
+        },
+        {"role": "user", "content": "Thanks"},
+    ]
+    messages = chat_body({"instructions": "You help.", "input": items})["messages"]
+    calls = [
+        {"id": name, "type": "function", "function": {"name": "f", "arguments": arguments}}
+        for name, arguments in (("c1", '{"x": 1}'), ("c2", "{}"))
+    ]
+    assert messages == [
+        {"role": "system", "content": "You help.\n\nBe brief."},
+        {"role": "user", "content": "Weather?"},
+        {"role": "assistant", "content": "", "reasoning_content": "Hm", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "c1", "content": "sunny"},
+        {"role": "tool", "tool_call_id": "c2", "content": "wet"},
+        {"role": "assistant", "content": "Both."},
+        {"role": "user", "content": "Thanks"},
+    ]
+
+
+def test_fields_of_a_chat():
+    schema = {"type": "object"}
+    body = chat_body(
+        {
+            "input": "Hi",
+            "max_output_tokens": 7,
+            "temperature": 0,
+            "stream": True,
+            "tools": [{"type": "function", "name": "f", "parameters": schema}, {"type": "mcp"}],
+            "tool_choice": {"type": "function", "name": "f"},
+            "text": {"format": {"type": "json_schema", "name": "s", "schema": schema}},
+            "reasoning": {"effort": "low"},
+            "store": True,
+        }
+    )
+    assert body == {
+        "messages": [{"role": "user", "content": "Hi"}],
+        "max_completion_tokens": 7,
+        "temperature": 0,
+        "stream": True,
+        "tools": [{"type": "function", "function": {"name": "f", "parameters": schema}}],
+        "tool_choice": {"type": "function", "function": {"name": "f"}},
+        "response_format": {"type": "json_schema", "json_schema": {"schema": schema}},
+        "reasoning_effort": "low",
+    }
+
+
+@pytest.mark.parametrize("value", [None, 3, {}, [3], [{"role": "user"}]])
+def test_wrong_input(value):
+    with pytest.raises(RequestError) as caught:
+        chat_body({"input": value})
+    assert caught.value.param == "input"

@@ -1,0 +1,117 @@
+"""Calls of functions in texts that come in parts of any size, as families of models write them."""
+
+import json
+
+import pytest
+
+from maxtext.inference.server.message_parsers import (
+    FirstCallParser,
+    NamedCallParser,
+    RequiredCallParser,
+)
+from maxtext.inference.server.tool_parsers import build_tool_parser, find_tool_parser
+
+CALL = '<tool_call>{"name": "f", "arguments": {"x": "ü}"}}</tool_call>'
+CODER_CALL = """<tool_call>
+<function=f>
+<parameter=x>
+two
+lines
+</parameter>
+<parameter=n>
+3
+</parameter>
+<parameter=flag>True</parameter>
+<parameter=text>7</parameter>
+</function>
+</tool_call>"""
+SCHEMAS = {
+    "f": {
+        "properties": {
+            "x": {"type": "string"},
+            "n": {"type": "integer"},
+            "flag": {"type": "boolean"},
+            "text": {"type": "string"},
+        }
+    }
+}
+CODER_ARGUMENTS = {"x": "two\nlines", "n": 3, "flag": True, "text": "7"}
+X = {"x": "ü}"}
+F = '{"name": "f", "parameters": {"x": "ü}"}}'
+CASES = [
+    ("hermes", "no calls < here <tool", "no calls < here <tool", []),
+    ("hermes", f"I call. {CALL}", "I call. ", [X]),
+    ("hermes", f"{CALL}\n{CALL}\n", "", [X, X]),
+    ("hermes", CALL.removesuffix("</tool_call>"), "", [X]),
+    ("hermes", "<tool_call>{bad</tool_call> on", "<tool_call>{bad</tool_call> on", []),
+    ("hermes", '<tool_call>{"name": 3}</tool_call>', '<tool_call>{"name": 3}</tool_call>', []),
+    ("hermes", "<tool_call>{", "<tool_call>{", []),
+    ("qwen3_coder", f"So: {CODER_CALL}", "So: ", [CODER_ARGUMENTS]),
+    ("qwen3_coder", f"{CODER_CALL}\n{CODER_CALL}", "", [CODER_ARGUMENTS] * 2),
+    ("qwen3_coder", "<tool_call>\n<function=f></function>\n</tool_call>", "", [{}]),
+    ("qwen3_coder", "<tool_call>words</tool_call>", "<tool_call>words</tool_call>", []),
+    ("llama3_json", F, "", [X]),
+    ("llama3_json", f"<|python_tag|>{F}; {F}", "", [X, X]),
+    ("llama3_json", 'Say {"name": "f"}', 'Say {"name": "f"}', []),
+    ("llama3_json", '{"a": 1} and more', '{"a": 1} and more', []),
+    ("llama3_json", '{"name": "f", "par', '{"name": "f", "par', []),
+    ("mistral", '[TOOL_CALLS] [{"name": "f", "arguments": {"x": "ü}"}}]', "", [X]),
+    ("mistral", "Yes [TOOL_CALLS]f[ARGS]" + json.dumps(X), "Yes ", [X]),
+    ("mistral", ("[TOOL_CALLS]f" + json.dumps(X)) * 2, "", [X, X]),
+    ("mistral", "[TOOL_CALLS][CALL_ID", "[TOOL_CALLS][CALL_ID", []),
+    ("mistral", "a [TOOL list", "a [TOOL list", []),
+    ("none", CALL, CALL, []),
+]
+
+
+def parse(parser, text, size):
+    """(content, [[name, arguments], ...]) of a text in parts of `size` characters."""
+    content, calls = "", []
+    for start in range(0, max(len(text), 1), size):
+        part = text[start : start + size]
+        for delta in parser.add(part, last=start + size >= len(text)):
+            content += delta.content
+            if delta.name is not None:
+                assert (delta.index, delta.arguments) == (len(calls), "")
+                calls.append([delta.name, ""])
+            if delta.index is not None:
+                calls[delta.index][1] += delta.arguments
+    return content, calls
+
+
+@pytest.mark.parametrize("size", [1, 3, 7, 1000])
+@pytest.mark.parametrize(("name", "text", "content", "arguments"), CASES)
+def test_calls_of_families(name, text, content, arguments, size):
+    parsed_content, calls = parse(build_tool_parser(name, SCHEMAS), text, size)
+    assert parsed_content == content
+    assert [(name, json.loads(each)) for name, each in calls] == [("f", each) for each in arguments]
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 1000])
+def test_calls_by_grammar(size):
+    arguments = '{"a": {"b": "}"}, "c": [{}]}'
+    text = '{"name": "f\\"g", "arguments": ' + arguments + " }"
+    assert parse(RequiredCallParser(), text, size) == ("", [['f"g', arguments]])
+    assert parse(NamedCallParser("f"), arguments, size) == ("", [["f", arguments]])
+
+
+def test_only_the_first_of_parallel_calls():
+    parser = FirstCallParser(build_tool_parser("hermes", {}))
+    content, calls = parse(parser, f"a{CALL}{CALL}", 5)
+    assert (content, len(calls)) == ("a", 1)
+
+
+@pytest.mark.parametrize(
+    ("template", "name"),
+    [
+        ("{{ '<tool_call>' }}", "hermes"),
+        ("<tool_call><function=example>", "qwen3_coder"),
+        ("{{ '[TOOL_CALLS]' }}", "mistral"),
+        ("<|python_tag|>", "llama3_json"),
+        ('{"name": function name, "parameters": dictionary}', "llama3_json"),
+        ("<|start|>assistant<|channel|>commentary <|call|>", "gpt_oss"),
+        ("{{ messages }}", "none"),
+    ],
+)
+def test_parser_of_a_template(template, name):
+    assert find_tool_parser(template) == name
