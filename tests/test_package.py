@@ -23,6 +23,7 @@ EXTRAS = [
     "prometheus",
     "serve",
     "math",
+    "eval",
     "test",
 ]
 

@@ -20,13 +20,12 @@ from maxtext.cli.generation import (
     refuse_useless,
     resolve_model,
 )
-from maxtext.cli.terminal import format_table
+from maxtext.cli.terminal import LOG_SECONDS, format_table
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.common.files import local_path
 from maxtext.configs.load import base_values
 from maxtext.configs.types import MaxTextConfig
 
-LOG_SECONDS = 10.0  # between two lines of progress where there is no terminal
 # Besides the model, the keys that decide the results. How they are computed (devices, blocks …)
 # may change between two runs.
 RESULT_KEYS = (

@@ -1,7 +1,11 @@
 """Output on the terminal that several commands share."""
 
 import sys
+import time
 from collections.abc import Sequence
+from typing import Any
+
+LOG_SECONDS = 10.0  # between two lines of progress where there is no terminal
 
 
 def format_table(rows: Sequence[Sequence[str]], left: int) -> str:
@@ -51,3 +55,53 @@ class ProgressBar:
     def __exit__(self, *error) -> None:
         if hasattr(self, "bar"):
             self.bar.stop()
+
+
+class CountBar:
+    """Progress of a number of things: `bar(done, total, description)`. A bar on a terminal,
+    elsewhere a line now and then.
+    """
+
+    def __init__(self) -> None:
+        self.bar: Any = None
+        self.task: Any = None
+        self.description = ""
+        self.logged_at = time.monotonic()
+
+    def __enter__(self) -> "CountBar":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.bar is not None:
+            self.bar.stop()
+
+    def start(self) -> None:
+        from rich.console import Console
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeRemainingColumn,
+        )
+
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+        )
+        self.bar = Progress(*columns, console=Console(stderr=True))
+        self.bar.start()
+
+    def __call__(self, done: int, total: int, description: str) -> None:
+        if sys.stderr.isatty():
+            if self.bar is None:
+                self.start()
+            if self.task is None or description != self.description:
+                self.task = self.bar.add_task(description, total=total)
+            self.bar.update(self.task, completed=done, total=total)
+        elif time.monotonic() - self.logged_at >= LOG_SECONDS:
+            self.logged_at = time.monotonic()
+            print(f"{description}: {done:,} of {total:,}", file=sys.stderr, flush=True)
+        self.description = description

@@ -26,6 +26,7 @@ EXTRA_OF = {
     "uvloop": "serve",
     "httptools": "serve",
     "math_verify": "math",
+    "lm_eval": "eval",
     "libtpu": "tpu",
 }
 

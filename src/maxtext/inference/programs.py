@@ -108,6 +108,27 @@ class Programs:
         return jax.jit(forward)
 
     @cached_property
+    def target_logprobs(self) -> Any:
+        """weights, token ids [B, S], the token after each [B, S], lengths [B], adapter ids [B] or
+        None -> `Logprobs` [B, S] of the tokens after each, with the most likely one; without a
+        cache. Logits exist for a few tokens at a time."""
+
+        def target_logprobs(
+            weights: Any,
+            token_ids: jax.Array,
+            targets: jax.Array,
+            lengths: jax.Array,
+            adapter_ids: jax.Array | None = None,
+        ) -> Logprobs:
+            positions = jnp.broadcast_to(jnp.arange(token_ids.shape[1]), token_ids.shape)
+            inputs = LayerInputs(positions, lengths=lengths, adapter_ids=adapter_ids)
+            hidden, _ = self.template.bind(weights).hidden(token_ids, inputs)
+            project = functools.partial(self.runner.logits, weights)
+            return prompt_logprobs(hidden, targets, adapter_ids, project, 1)
+
+        return jax.jit(target_logprobs)
+
+    @cached_property
     def init_state(self) -> Any:
         return jax.jit(self.run_init_state, static_argnums=0)
 
