@@ -28,6 +28,7 @@ def test_defaults(monkeypatch):
     assert parsed.options.api_keys == ["from-environment"]
     assert parsed.options.cors_origins == []
     assert parsed.uses_generation_config
+    assert parsed.options.has_page
 
 
 def test_flags():
@@ -47,6 +48,7 @@ def test_flags():
             "--max-queue",
             "7",
             "--log-requests",
+            "--no-page",
             "--adapter",
             "lora",
             "--request-timeout",
@@ -62,6 +64,7 @@ def test_flags():
     assert parsed.options.api_keys == ["k=1", "k2"]
     assert parsed.options.cors_origins == ["http://page.test"]
     assert parsed.options.log_requests
+    assert not parsed.options.has_page
     assert parsed.options.request_timeout == 0
     assert parsed.template_defaults == {"enable_thinking": False}
     assert not parsed.uses_generation_config

@@ -186,6 +186,7 @@ DIR                          a Hugging Face folder, a converted checkpoint, or a
 --protect-metrics            /metrics needs a key, too
 --strict-fields              unknown fields of a request are errors
 --log-requests               log a line for each request, without its text
+--no-page                    no chat page at /
 key=value                    any key of base.yml; per_device_batch_size requests run at a time,
                              with max_target_length tokens each""",
         settings=False,

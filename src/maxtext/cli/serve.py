@@ -148,6 +148,8 @@ def print_ready(parsed: ServeArguments, model: "ServedModel", listener: socket.s
     if model.sampling_defaults:
         settings = ", ".join(f"{name}={value}" for name, value in model.sampling_defaults.items())
         lines.append(f"defaults of generation_config.json: {settings}")
+    if parsed.options.has_page and parsed.uds is None:
+        lines.append(f"chat page: {address.removesuffix('v1')}")
     is_local = parsed.uds is not None or parsed.host in ("127.0.0.1", "::1", "localhost")
     if not is_local and not parsed.options.api_keys:
         lines.append(f"everybody who reaches {parsed.host} may use it: --api-key protects it")
@@ -228,6 +230,7 @@ def parse_options(args: list[str]) -> "ServerOptions":
         strict_fields=arguments.take_flag(args, "--strict-fields"),
         log_requests=arguments.take_flag(args, "--log-requests"),
         root_path=arguments.take_value(args, "--root-path") or "",
+        has_page=not arguments.take_flag(args, "--no-page"),
         **{name: value for name, value in numbers.items() if value is not None},
     )
 

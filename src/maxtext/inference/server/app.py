@@ -29,6 +29,7 @@ from maxtext.inference.server.generate import ResponseWriter
 from maxtext.inference.server.metrics import ServerMetrics
 from maxtext.inference.server.middleware import KeyMiddleware, RequestMiddleware
 from maxtext.inference.server.model import ServedModel
+from maxtext.inference.server.page import ChatPage
 from maxtext.inference.server.response_events import ResponsesWriter
 from maxtext.inference.server.responses import parse_response_request
 from maxtext.inference.session import PreparedRequest
@@ -50,6 +51,7 @@ class ServerOptions:
     strict_fields: bool = False
     log_requests: bool = False
     root_path: str = ""
+    has_page: bool = True  # the chat page at /
 
 
 def build_app(model: ServedModel, options: ServerOptions) -> FastAPI:
@@ -59,6 +61,9 @@ def build_app(model: ServedModel, options: ServerOptions) -> FastAPI:
     endpoints = Endpoints(model, options, metrics)
     for method, path, endpoint in endpoints.routes():
         app.add_api_route(path, endpoint, methods=[method])
+    if options.has_page:
+        facts = {"needs_key": bool(options.api_keys), "defaults": dict(model.sampling_defaults)}
+        app.add_api_route("/", ChatPage(facts).respond, methods=["GET"])
     app.add_exception_handler(HTTPException, on_http_error)
     for kind in (ApiError, UserError):
         app.add_exception_handler(kind, endpoints.on_error)

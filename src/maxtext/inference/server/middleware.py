@@ -19,7 +19,7 @@ from maxtext.inference.server.metrics import ServerMetrics
 
 AsgiApp = Callable[[Any, Receive, Send], Awaitable[None]]
 # Paths that need no key.
-OPEN_PATHS = {"/health", "/ping", "/version", "/metrics"}
+OPEN_PATHS = {"/", "/health", "/ping", "/version", "/metrics"}
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 

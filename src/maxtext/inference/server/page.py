@@ -1,0 +1,52 @@
+"""The chat page: one HTML file with its script and style, sent with a policy that allows nothing
+else.
+"""
+
+import html
+import json
+import secrets
+from collections.abc import Mapping
+from importlib import resources
+from typing import Any
+
+from starlette.responses import Response
+
+FILE = "page.html"
+# Placeholders in the file.
+NONCE, SERVER_FACTS = "__NONCE__", "__SERVER__"
+HEADERS = {
+    "Cache-Control": "no-store",  # a nonce is for one response
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+
+
+class ChatPage:
+    """The page of a server. `facts` is what the page must know before its first request: whether
+    a key is needed, and the defaults of sampling.
+    """
+
+    def __init__(self, facts: Mapping[str, Any]):
+        source = resources.files(__package__).joinpath(FILE).read_text(encoding="utf-8")
+        self.template = source.replace(SERVER_FACTS, html.escape(json.dumps(facts)))
+
+    async def respond(self) -> Response:
+        nonce = secrets.token_urlsafe(16)
+        headers = {**HEADERS, "Content-Security-Policy": content_security_policy(nonce)}
+        return Response(self.template.replace(NONCE, nonce), 200, headers, media_type="text/html")
+
+
+def content_security_policy(nonce: str) -> str:
+    """Only the script and the style with this nonce, and requests to this server alone."""
+    return "; ".join(
+        [
+            "default-src 'none'",
+            "connect-src 'self'",
+            "img-src 'self' data: blob:",
+            f"style-src 'self' 'nonce-{nonce}'",
+            f"script-src 'nonce-{nonce}'",
+            "base-uri 'none'",
+            "form-action 'none'",
+            "frame-ancestors 'none'",
+        ]
+    )
