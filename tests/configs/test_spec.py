@@ -63,6 +63,7 @@ ADDED_KEYS = {
         "reward_functions_path",
         "reward_functions",
         "reward_weights",
+        "max_turns",
     ],
 }
 # Filled by base.yml; the type's own default is empty.

@@ -46,8 +46,13 @@ class EvaluateResponses(Hook):
         count = len(self.problems) * self.config.num_eval_passes
 
         def sample(requests: Sequence[GenerationRequest]) -> list[str]:
-            rollouts = engine.generate(requests)
-            return [self.step.tokenizer.decode(rollout.token_ids) for rollout in rollouts]
+            rows = [
+                problem.columns
+                for problem in self.problems
+                for _ in range(self.config.num_eval_passes)
+            ]
+            rollouts = self.step.complete(rows, requests)
+            return [rollout.text(self.step.tokenizer) for rollout in rollouts]
 
         engine.sync(self.step.context.model_weights(loop.state), count)
         try:

@@ -22,6 +22,12 @@ from maxtext.inference.sampling_params import SamplingParams
 from maxtext.input_pipeline import FIELDS, Batch
 from maxtext.input_pipeline.interface import RECORD
 from maxtext.tokenizers import load_tokenizer
+from maxtext.trainers.agents.agent import (
+    Agent,
+    AgenticSampler,
+    conversation_columns,
+    conversation_metrics,
+)
 from maxtext.trainers.compile import lower
 from maxtext.trainers.data_loader import DeviceBatch
 from maxtext.trainers.grpo import (
@@ -50,6 +56,8 @@ from maxtext.trainers.step import TrainState
 # The largest difference of a log-probability between the engine and the trainer, by dtype
 TOLERANCE = {"float32": 2e-3}
 TOLERANCE_16_BIT = 0.5
+# The finish reasons of completions that a limit ended
+TRUNCATED = ("length", "turns")
 
 
 @dataclass(frozen=True)
@@ -70,6 +78,7 @@ class GroupRolloutStep:
         step: int,
         folder: str,
         checkpoint: Checkpoint | None,
+        agent: Agent | None = None,
     ):
         objective = context.objective
         assert isinstance(objective, GroupRelativePolicy)
@@ -78,12 +87,15 @@ class GroupRolloutStep:
         self.objective = objective
         self.train_step = train_step
         self.data_loader = data_loader
-        self.rewards = rewards
+        self.rewards = [*(agent.rewards if agent else ()), *rewards]
         self.step = step
         self.log = RolloutLog(folder, step)
         self.tokenizer = load_tokenizer(self.config)
         self.stop_token_ids = stop_token_ids(self.config, checkpoint)
         self.engine = RolloutEngine(self.config, objective.model_template, context.rules)
+        self.agentic = None
+        if self.config.use_agentic_rollout:
+            self.agentic = AgenticSampler(self.config, self.tokenizer, agent)
         self.score = compile_score(context) if needs_old_logps(self.config) else None
         self.spans = SpanLog(folder) if self.config.enable_tunix_perf_metrics else None
         self.rollouts: list[ScoredRollout] = []
@@ -122,9 +134,10 @@ class GroupRolloutStep:
         old_logps = self.compute_logps(state, rollouts)
         clock.stop("score")
         repeated = [each for each in prompts for _ in range(self.config.num_generations)]
-        completions = [self.tokenizer.decode(rollout.token_ids) for rollout in rollouts]
+        completions = [rollout.text(self.tokenizer) for rollout in rollouts]
         names = list(dict.fromkeys(name for each in repeated for name in each.columns))
         columns = {name: [each.columns.get(name) for each in repeated] for name in names}
+        columns |= conversation_columns(rollouts)
         rewards = compute_rewards(self.rewards, columns.pop("prompt"), completions, columns)
         total = total_rewards(self.rewards, rewards)
         clock.stop("reward")
@@ -144,6 +157,7 @@ class GroupRolloutStep:
                 token_ids=rollout.token_ids,
                 log_probs=rollout.log_probs,
                 old_logps=tuple(map(float, old_logps[row])),
+                learned=rollout.learned,
             )
             for row, (prompt, completion, rollout) in enumerate(
                 zip(repeated, completions, rollouts, strict=True)
@@ -152,7 +166,7 @@ class GroupRolloutStep:
         self.log.append(scored)
         if self.config.rl:
             log_rollout(scored[0])
-        self.metrics = rollout_metrics(rollouts)
+        self.metrics = rollout_metrics(rollouts) | conversation_metrics(rollouts)
         self.metrics |= reward_metrics(scored, self.config.num_generations)
         return scored
 
@@ -164,6 +178,7 @@ class GroupRolloutStep:
             for index, prompt in enumerate(prompts)
             for number in range(config.num_generations)
         ]
+        rows = [prompt.columns for prompt in prompts for _ in range(config.num_generations)]
         limit = len(requests)
         if config.rollout_micro_batch_size > 0:
             limit = config.rollout_micro_batch_size * config.num_generations
@@ -173,11 +188,22 @@ class GroupRolloutStep:
             return [
                 rollout
                 for start in range(0, len(requests), limit)
-                for rollout in self.engine.generate(requests[start : start + limit])
+                for rollout in self.complete(
+                    rows[start : start + limit], requests[start : start + limit]
+                )
             ]
         finally:
             self.engine.release()
             clock.stop("rollout")
+
+    def complete(
+        self, rows: Sequence[dict[str, Any]], requests: Sequence[GenerationRequest]
+    ) -> Sequence[Rollout]:
+        """The rollout of each request, for a row with these columns."""
+        if self.agentic is None:
+            return self.engine.generate(requests)
+        with self.engine.session() as session:
+            return self.agentic.run(session, rows, requests)
 
     def request(self, prompt: Prompt, index: int, number: int) -> GenerationRequest:
         params = SamplingParams.from_config(
@@ -211,6 +237,7 @@ class GroupRolloutStep:
                 each.token_ids,
                 log_probs=each.log_probs,
                 finish_reason=each.finish_reason,
+                learned=each.learned,
             )
             for each in scored
         ]
@@ -225,7 +252,7 @@ class GroupRolloutStep:
             is_degenerate = np.asarray(degenerate_groups(values, config.num_generations))
             is_learned[np.repeat(is_degenerate, config.num_generations)] = 0
         if config.mask_truncated:
-            is_learned[[each.finish_reason == "length" for each in scored]] = 0
+            is_learned[[each.finish_reason in TRUNCATED for each in scored]] = 0
         rows = np.arange(len(scored), dtype=np.float32)
         fields |= {ADVANTAGES: values, IS_LEARNED: is_learned, ROW_INDEX: rows}
         return self.data_loader.to_device(fields)
@@ -282,7 +309,8 @@ def check_agreement(
         return
     rollout = rollouts[row]
     at = int(positions[row]) - len(rollout.prompt_ids) + 1
-    sampler_logp = rollout.log_probs[at]
+    learned = rollout.learned
+    sampler_logp = rollout.log_probs[at if learned is None else sum(learned[:at])]
     raise UserError(
         f"the sampler and the trainer disagree: token {rollout.token_ids[at]}, number {at} of "
         f"completion {row}, has the log-probability {sampler_logp:.6g} in the sampler and "

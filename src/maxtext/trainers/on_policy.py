@@ -151,7 +151,7 @@ def rollout_metrics(rollouts: list[Rollout]) -> dict[str, float]:
     """The lengths of completions, and the share that the limit of their length ended."""
     if not rollouts:
         return {}
-    lengths = [len(rollout.token_ids) for rollout in rollouts]
+    lengths = [len(rollout.sampled_ids) for rollout in rollouts]
     clipped = [rollout.finish_reason == "length" for rollout in rollouts]
     return {
         "completions/mean_length": float(np.mean(lengths)),

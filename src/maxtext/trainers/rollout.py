@@ -10,7 +10,9 @@ completion from the step, its prompt and its number, so that the composition of 
 number of slots do not change a text.
 """
 
-from collections.abc import Collection, Sequence
+import contextlib
+import itertools
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,15 +29,15 @@ from maxtext.inference.llm import MAX_SLOTS
 from maxtext.inference.loading import find_eos_ids
 from maxtext.inference.processing import OutputProcessor
 from maxtext.inference.programs import Programs
-from maxtext.inference.requests import Completion, GenerationRequest
+from maxtext.inference.requests import GenerationRequest
 from maxtext.input_pipeline import Batch
 from maxtext.input_pipeline.packing import pad_row
-from maxtext.input_pipeline.sequences import completion_sequence
+from maxtext.input_pipeline.sequences import masked_sequence
 from maxtext.layers.parameters import Template
 from maxtext.models.transformer import build_context
 from maxtext.sharding import AxisRules
 from maxtext.sharding.state import on_device
-from maxtext.tokenizers import load_tokenizer
+from maxtext.tokenizers import Tokenizer, load_tokenizer
 
 
 @dataclass(frozen=True)
@@ -51,11 +53,26 @@ class Rollout:
     token_ids: tuple[int, ...]
     log_probs: tuple[float, ...]
     finish_reason: str
+    learned: tuple[bool, ...] | None = None  # which of `token_ids` are sampled; None: all
+
+    @property
+    def sampled_ids(self) -> tuple[int, ...]:
+        """The tokens that `log_probs` belong to."""
+        if self.learned is None:
+            return self.token_ids
+        pairs = zip(self.token_ids, self.learned, strict=True)
+        return tuple(token for token, is_learned in pairs if is_learned)
+
+    def text(self, tokenizer: Tokenizer) -> str:
+        """What the model wrote."""
+        return tokenizer.decode(self.token_ids)
 
     def row(self, length: int) -> Batch:
-        """The fields of a row of a batch, [length], in which the completion is learned."""
-        prompt, completion = (np.array(ids, np.int32) for ids in (self.prompt_ids, self.token_ids))
-        return pad_row(completion_sequence(prompt, completion), length)
+        """The fields of a row of a batch, [length], in which sampled tokens are learned."""
+        learned = [True] * len(self.token_ids) if self.learned is None else self.learned
+        ids = np.array((*self.prompt_ids, *self.token_ids), np.int32)
+        mask = np.array((*[False] * len(self.prompt_ids), *learned))
+        return pad_row(masked_sequence(ids, mask), length)
 
 
 class RolloutEngine:
@@ -110,39 +127,65 @@ class RolloutEngine:
     def generate(self, requests: Sequence[GenerationRequest]) -> list[Rollout]:
         """The rollout of each request of token ids, in order. Raises UserError if one cannot be
         served, or if logits are not finite."""
-        assert self.engine is not None, "sync comes first"
-        for reason in map(self.engine.reject_reason, requests):
-            if reason is not None:
-                raise reason
-        processors = [
-            OutputProcessor(index, 0, request, request, self.tokenizer)
-            for index, request in enumerate(requests)
-        ]
-        completions: dict[int, Completion] = {}
-        with self.engine.lease():
+        rollouts: dict[int, Rollout] = {}
+        with self.session() as session:
             for index, request in enumerate(requests):
-                self.engine.add_request(index, request)
-            while self.engine.has_unfinished:
-                for output in self.engine.step():
-                    if output.error is not None:
-                        raise UserError(output.error)
-                    index = output.request_id
-                    if index in completions:  # tokens that were in flight after a stop text
-                        continue
-                    completion = processors[index].add(output).completion
-                    if completion is not None:
-                        completions[index] = completion
-                        if output.finish_reason is None:
-                            self.engine.abort(index)
-        return [
-            Rollout(
+                session.add(index, request)
+            while len(rollouts) < len(requests):
+                rollouts |= session.step()
+        return [rollouts[index] for index in range(len(requests))]
+
+    @contextlib.contextmanager
+    def session(self) -> Iterator["RolloutSession"]:
+        """Exclusive use of the engine, for requests that come and go."""
+        assert self.engine is not None, "sync comes first"
+        with self.engine.lease():
+            yield RolloutSession(self.engine, self.tokenizer)
+
+
+class RolloutSession:
+    """`add` requests at any time, and call `step` while there are unfinished ones. `tokenizer`: for
+    stop texts."""
+
+    def __init__(self, engine: InferenceEngine, tokenizer: Tokenizer | None):
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self.sequence_ids = itertools.count()
+        # The index of a request, the request and its output, by the id of its sequence
+        self.running: dict[int, tuple[int, GenerationRequest, OutputProcessor]] = {}
+
+    def add(self, index: int, request: GenerationRequest) -> None:
+        """Queue a request of token ids. Raises UserError if it cannot be served."""
+        if (reason := self.engine.reject_reason(request)) is not None:
+            raise reason
+        sequence_id = next(self.sequence_ids)
+        processor = OutputProcessor(index, 0, request, request, self.tokenizer)
+        self.running[sequence_id] = index, request, processor
+        self.engine.add_request(sequence_id, request)
+
+    def step(self) -> dict[int, Rollout]:
+        """Run a step of the engine, and return the rollouts that it finishes, by the index of
+        their request. Raises UserError if logits are not finite."""
+        rollouts = {}
+        for output in self.engine.step():
+            if output.error is not None:
+                raise UserError(output.error)
+            if output.request_id not in self.running:
+                continue  # tokens that were in flight after a stop text
+            index, request, processor = self.running[output.request_id]
+            completion = processor.add(output).completion
+            if completion is None:
+                continue
+            del self.running[output.request_id]
+            if output.finish_reason is None:
+                self.engine.abort(output.request_id)
+            rollouts[index] = Rollout(
                 tuple(int(token) for token in request.prompt),
-                completions[index].token_ids,
-                log_probs=tuple(each.logprob for each in completions[index].logprobs),
-                finish_reason=completions[index].finish_reason,
+                completion.token_ids,
+                log_probs=tuple(each.logprob for each in completion.logprobs),
+                finish_reason=completion.finish_reason,
             )
-            for index, request in enumerate(requests)
-        ]
+        return rollouts
 
 
 def check_synced(trainer_weights: Any, sampler_weights: Any) -> None:

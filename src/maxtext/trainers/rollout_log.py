@@ -32,6 +32,7 @@ class ScoredRollout:
     token_ids: tuple[int, ...]
     log_probs: tuple[float, ...]
     old_logps: tuple[float, ...]
+    learned: tuple[bool, ...] | None = None  # which of `token_ids` are sampled; None: all
 
     def to_json(self) -> str:
         return json.dumps({name: without_nan(value) for name, value in asdict(self).items()})
@@ -41,6 +42,8 @@ class ScoredRollout:
         values = json.loads(line)
         for name in ("prompt_ids", "token_ids", "log_probs", "old_logps"):
             values[name] = tuple(values[name])
+        if values.get("learned") is not None:
+            values["learned"] = tuple(values["learned"])
         rewards = {name: with_nan(value) for name, value in values["rewards"].items()}
         return cls(**values | {"rewards": rewards, "reward": with_nan(values["reward"])})
 

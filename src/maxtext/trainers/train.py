@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -58,6 +58,9 @@ from maxtext.trainers.save import Save
 from maxtext.trainers.step import TrainState
 from maxtext.trainers.step_cache import StepCache
 
+if TYPE_CHECKING:
+    from maxtext.trainers.agents.agent import Agent
+
 
 @dataclass
 class Result:
@@ -72,13 +75,15 @@ def train(
     checkpoint: Checkpoint | None = None,
     hooks: Sequence[Hook] = (),
     rewards: Sequence[RewardFunction] = (),
+    agent: "Agent | None" = None,
 ) -> Result:
     """`checkpoint`: load_parameters_path, if it is open already. `hooks`: further ones. `rewards`:
-    those of reinforcement learning, in place of the built-in ones."""
+    those of reinforcement learning, in place of the built-in ones. `agent`: what the model may use
+    in its conversations."""
     folder = Path(run_folder(config))
     check_writable(folder, "base_output_directory")
     with RunLock(folder) if jax.process_index() == 0 else contextlib.nullcontext():
-        return train_locked(config, checkpoint, hooks, rewards)
+        return train_locked(config, checkpoint, hooks, rewards, agent)
 
 
 def train_locked(
@@ -86,6 +91,7 @@ def train_locked(
     checkpoint: Checkpoint | None,
     more_hooks: Sequence[Hook],
     rewards: Sequence[RewardFunction],
+    agent: "Agent | None",
 ) -> Result:
     """Train while this process holds the lock of the run's folder."""
     start_time = time.perf_counter()
@@ -104,9 +110,7 @@ def train_locked(
     peak_flops = hardware.peak_flops(jax.devices()[0].device_kind, config.dtype.value)
     profiler = Profiler(config, first_step=start.step, last_step=config.steps - 1)
     step_cache = StepCache(context)
-    LOGGER.info("compiling the train step")
-    with progress.working("compiling the train step"):
-        first_step = step_cache.get(batch_size_at(config, start.step))
+    first_step = compile_step(step_cache, batch_size_at(config, start.step))
     if not warned:
         warn_if_too_large(step_bytes(first_step), "a step")
     with progress.working("preparing the weights"):
@@ -131,7 +135,7 @@ def train_locked(
             if eval_streams is not None:
                 hooks.append(evaluate_hook(context, recorder, eval_streams, data_loader.add_fields))
             train_step = sampling_step(
-                context, step_cache, data_loader, start.step, checkpoint, rewards
+                context, step_cache, data_loader, start.step, checkpoint, rewards, agent
             )
             hooks += [*response_hooks(train_step, recorder), *more_hooks]
             save = None
@@ -161,6 +165,12 @@ def train_locked(
     if failure is not None:
         raise failure
     return Result(context, loop.state, summary=summary, signal=stop_signal(loop))
+
+
+def compile_step(step_cache: StepCache, rows: int) -> Any:
+    LOGGER.info("compiling the train step")
+    with progress.working("compiling the train step"):
+        return step_cache.get(rows)
 
 
 def run_and_save(loop: Loop, save: Save | None) -> UserError | None:
@@ -266,6 +276,7 @@ def sampling_step(
     step: int,
     checkpoint: Checkpoint | None,
     rewards: Sequence[RewardFunction],
+    agent: "Agent | None",
 ) -> TrainStep:
     """`train_step`, after completions are sampled if the method of the run does that. `step`: the
     number of steps done. Only runs that sample import the engine of inference."""
@@ -281,6 +292,7 @@ def sampling_step(
             step=step,
             folder=run_folder(context.config),
             checkpoint=checkpoint,
+            agent=agent,
         )
     if not samples_completions(context.config):
         return train_step

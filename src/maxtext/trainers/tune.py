@@ -26,6 +26,8 @@ from maxtext.input_pipeline import encode_rows
 from maxtext.models.configuration import load
 from maxtext.tokenizers import Tokenizer
 from maxtext.tokenizers.load import open_tokenizer
+from maxtext.trainers.agents.agent import Agent
+from maxtext.trainers.agents.environment import EnvironmentFactory
 from maxtext.trainers.configuration import load_run
 from maxtext.trainers.export import trained_llm
 from maxtext.trainers.loop import Hook, Loop
@@ -82,12 +84,21 @@ def grpo(
     model: str | os.PathLike,
     data: Any = None,
     rewards: Sequence[Callable[..., Any]] = (),
+    tools: Sequence[Callable[..., Any]] = (),
+    environment: EnvironmentFactory | None = None,
     **keys: Any,
 ) -> TuningRun:
     """Reinforcement learning on groups of sampled completions (GRPO; GSPO by loss_algo). `rewards`:
     functions f(prompts, completions, **columns) -> a number or None for each completion, maybe
-    async; without any, the built-in ones. Other arguments as of `sft`."""
-    return fine_tune("grpo", model, data, keys, reward_functions(rewards))
+    async; without any, the built-in ones. `tools`: functions that the model may call, with type
+    hints and a docstring. `environment`: instead, a function that returns a new `Environment` for
+    each conversation, whose rewards are added. Other arguments as of `sft`."""
+    agent = Agent.from_python(tools, environment)
+    if agent is not None:
+        keys = {"use_agentic_rollout": True, **keys}
+        if not keys["use_agentic_rollout"]:
+            raise ConfigError("tools and an environment need use_agentic_rollout=true")
+    return fine_tune("grpo", model, data, keys, reward_functions(rewards), agent)
 
 
 def encode(row: Mapping[str, Any], tokenizer: str | os.PathLike, **keys: Any) -> dict[str, Any]:
@@ -122,6 +133,7 @@ def fine_tune(
     data: Any,
     keys: Mapping[str, Any],
     rewards: Sequence[RewardFunction] = (),
+    agent: Agent | None = None,
 ) -> TuningRun:
     """Train with the preset of a method. Without base_output_directory nothing is left on disk."""
     overrides, checkpoint = model_overrides(model, keys)
@@ -131,7 +143,7 @@ def fine_tune(
         layer = from_python(data_keys(data, temporary) | (defaults if is_temporary else {}))
         config = load_run(HERE / f"{method}.yml", layer | overrides, checkpoint)
         collect = CollectMetrics()
-        result = train(config, checkpoint, hooks=[collect], rewards=rewards)
+        result = train(config, checkpoint, hooks=[collect], rewards=rewards, agent=agent)
     folder = None if is_temporary else Path(run_folder(config))
     return TuningRun(collect.metrics, folder, result=result, checkpoint=checkpoint)
 

@@ -15,7 +15,14 @@ in_range(
     "train_fraction",
 )
 in_range(
-    1, None, "num_generations", "num_iterations", "batch_size", "num_batches", "max_concurrency"
+    1,
+    None,
+    "num_generations",
+    "num_iterations",
+    "batch_size",
+    "num_batches",
+    "max_concurrency",
+    "max_turns",
 )
 in_range(
     0,
@@ -45,6 +52,7 @@ inert_unless(
     "epsilon_high",
     "loss_algo",
     "degenerate_group_masking",
+    "use_agentic_rollout",
     "batch_size",
     "num_batches",
     "num_test_batches",
@@ -94,6 +102,15 @@ inert_unless(
     "mtp_num_layers",
     "mtp_loss_scaling_factor",
     "mtp_eval_target_module",
+)
+
+
+inert_unless(
+    lambda s: s.use_agentic_rollout,
+    "use_agentic_rollout=true",
+    "max_concurrency",
+    "max_turns",
+    "system_prompt",
 )
 
 

@@ -82,6 +82,7 @@ class PolicyOptimization(Group):
     reward_functions_path: str = ""
     reward_functions: list[str] = Field(default_factory=list)
     reward_weights: list[float] | None = None
+    max_turns: int = 8
 
 
 class RLDataset(Group):

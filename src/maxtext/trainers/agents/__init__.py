@@ -1,0 +1,1 @@
+"""Conversations of several turns in reinforcement learning: environments, tools, and tokens."""
