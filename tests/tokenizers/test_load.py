@@ -179,7 +179,7 @@ def test_downloads_from_the_hub(bpe, monkeypatch):
 
     requests = []
 
-    def download(name, allow_patterns, token):
+    def download(name, allow_patterns, token, **_):
         requests.append((name, "tokenizer.json" in allow_patterns, token))
         return str(bpe)
 
@@ -196,7 +196,7 @@ def test_reports_a_failed_hub_download_without_the_token(monkeypatch):
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     with pytest.raises(
-        ConfigError, match="someone/model is neither a local file.*ConnectionError.*name its folder"
+        ConfigError, match="someone/model is neither a local file.*ConnectionError.*folder and name"
     ) as caught:
         load("someone/model", "hf_access_token=secret")
     assert "secret" not in str(caught.value)

@@ -33,7 +33,7 @@ from maxtext.checkpoint.tensors import DTYPES, Progress, RenamedTensors, TensorS
 from maxtext.checkpoint.training_weights import TrainingWeights
 from maxtext.checkpoint.weights import ParamInfo, find_param_infos
 from maxtext.common.errors import ConfigError, UserError
-from maxtext.common.files import local_path
+from maxtext.common.hub import find_folder
 from maxtext.common.log import LOGGER
 from maxtext.configs import rules, serialize, types
 from maxtext.configs.load import base_values
@@ -139,7 +139,8 @@ def under_current_names(source: TensorStream, param_infos: Mapping[str, ParamInf
 
 
 def open_checkpoint(path: str | os.PathLike) -> Checkpoint:
-    path = local_path(path)
+    """Open a folder, or a model by its name on the Hugging Face Hub."""
+    path = find_folder(path)
     if not path.is_dir():
         raise UserError(f"there is no folder {path}")
     if any((path / f"{NATIVE_STEM}.safetensors{end}").exists() for end in ("", ".index.json")):

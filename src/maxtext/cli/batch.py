@@ -23,6 +23,7 @@ from maxtext.cli.generation import (
 from maxtext.cli.terminal import LOG_SECONDS, format_table
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.common.files import local_path
+from maxtext.common.hub import find_folder
 from maxtext.configs.load import base_values
 from maxtext.configs.types import MaxTextConfig
 
@@ -110,7 +111,7 @@ def newest_step(path: str) -> str:
     """
     from maxtext.checkpoint import steps
 
-    folder = local_path(path)
+    folder = find_folder(path)
     if not folder.is_dir():
         return path
     if steps.has_steps(folder):

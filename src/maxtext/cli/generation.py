@@ -1,8 +1,8 @@
 """What decode, chat, batch and bench share: from arguments to a loaded model, and from texts to
 prompts of token ids.
 
-A model is a folder (Hugging Face, native, or a run's checkpoints) or the name of one, which gives
-random weights.
+A model is a folder (Hugging Face, native, or a run's checkpoints), org/name of the Hugging Face
+Hub, or the name of a model, which gives random weights.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from maxtext.cli.train import configure_jax
 from maxtext.common import log, progress
 from maxtext.common.errors import ConfigError, UserError
-from maxtext.common.files import local_path
+from maxtext.common.hub import find_folder
 from maxtext.configs import fields, ledger, sources
 from maxtext.configs.load import base_values, peek_setting
 from maxtext.configs.provenance import Setting, Source
@@ -134,10 +134,11 @@ def resolve_model(path: str, file: str | None, args: Sequence[str]) -> ResolvedM
     """
     overrides = sources.from_overrides(args)
     checkpoint = None
-    if local_path(path).is_dir():
+    folder = find_folder(path, peek_setting("hf_access_token", file, overrides, os.environ))
+    if folder.is_dir():
         from maxtext.checkpoint.open import open_checkpoint
 
-        checkpoint = open_checkpoint(path)
+        checkpoint = open_checkpoint(folder)
     elif path in fields.choices("model_name"):
         model_name = peek_setting("model_name", file, overrides, os.environ)
         if model_name not in (None, path):

@@ -7,7 +7,7 @@ from maxtext.checkpoint.inspect import CheckpointSummary, TensorRow, summarize
 from maxtext.cli import arguments
 from maxtext.cli.terminal import format_table
 from maxtext.common.errors import ConfigError, UserError
-from maxtext.common.files import local_path
+from maxtext.common.hub import find_folder
 
 
 def run(args: list[str]) -> int:
@@ -15,7 +15,7 @@ def run(args: list[str]) -> int:
     as_json = arguments.take_flag(args, "--json")
     if len(args) != 1 or args[0].startswith("-"):
         raise ConfigError("give one folder: maxtext inspect DIR [--verify] [--json]")
-    summary = summarize(local_path(args[0]).absolute(), verify)
+    summary = summarize(find_folder(args[0]).absolute(), verify)
     print(json.dumps(plain(summary)) if as_json else text(summary), end="\n" if as_json else "")
     if summary.damaged:
         raise UserError("\n".join(summary.damaged))

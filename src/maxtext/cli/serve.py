@@ -22,6 +22,7 @@ from maxtext.common import progress, signals
 from maxtext.common.descriptors import raise_descriptor_limit
 from maxtext.common.errors import ConfigError
 from maxtext.common.extras import require
+from maxtext.common.hub import model_name
 from maxtext.common.log import LOGGER
 
 if TYPE_CHECKING:
@@ -197,7 +198,7 @@ def parse_arguments(args: list[str]) -> ServeArguments:
         host=host or "127.0.0.1",
         port=8000 if port is None else port,
         uds=uds,
-        names=names or [Path(path).expanduser().resolve().name],
+        names=names or [model_name(path)],
         max_queue=1024 if max_queue is None else max_queue,
         drain_timeout=30.0 if drain_timeout is None else drain_timeout,
         template_defaults=template_defaults,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from maxtext.cli import arguments
 from maxtext.common import log, processes, signals
 from maxtext.common.errors import ConfigError, as_config_error
+from maxtext.common.hub import find_folder
 from maxtext.common.supervise import die_with_launcher
 from maxtext.configs import fields, sources
 from maxtext.configs.load import base_values, peek_setting
@@ -120,7 +121,8 @@ def open_model_checkpoint(path: str | None, overrides: sources.Layer) -> "Checkp
     from maxtext.checkpoint.open import open_checkpoint
 
     with as_config_error():
-        return open_checkpoint(folder)
+        token = peek_setting("hf_access_token", path, overrides, os.environ)
+        return open_checkpoint(find_folder(folder, token))
 
 
 def configure_jax(config: MaxTextConfig) -> None:

@@ -25,7 +25,7 @@ from maxtext.checkpoint.quantized import PackedWeights
 from maxtext.checkpoint.tensors import CastTensors, Progress
 from maxtext.checkpoint.weights import ModelWeights, param_dtypes
 from maxtext.common.errors import ConfigError, UserError
-from maxtext.common.files import local_path
+from maxtext.common.hub import find_folder
 from maxtext.configs import fields
 from maxtext.configs.sources import from_python
 from maxtext.configs.types import MaxTextConfig
@@ -110,8 +110,8 @@ class LLM(AdapterMethods):
         adapters: Folders = None,
         **keys: Any,
     ) -> "LLM":
-        """Open a Hugging Face folder, a native folder or a run's checkpoints; the name of a model
-        gives random weights.
+        """Open a Hugging Face folder, a native folder, a run's checkpoints, or `org/name` of the
+        Hugging Face Hub (`org/name@revision`); the name of a model gives random weights.
 
         `adapters` are PEFT folders: a list, which gives them the names of their folders, or a dict
         by name.
@@ -121,8 +121,9 @@ class LLM(AdapterMethods):
         unless weight_dtype is set.
         """
         keys = split_caches(keys)
-        if local_path(path).is_dir():
-            checkpoint = open_checkpoint(path)
+        folder = find_folder(path, keys.get("hf_access_token"))
+        if folder.is_dir():
+            checkpoint = open_checkpoint(folder)
             config = resolve_config(from_python(keys), checkpoint)
             return cls.from_config(config, checkpoint, progress, adapters=adapters)
         if str(path) not in fields.choices("model_name"):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from maxtext.common.errors import ConfigError
 from maxtext.common.files import local_path
+from maxtext.common.hub import is_hub_name
 from maxtext.configs.types import MaxTextConfig
 from maxtext.tokenizers import hub
 from maxtext.tokenizers.byte import BYTES, ByteTokenizer
@@ -68,7 +69,7 @@ def open_tokenizer(
     if not location.exists():
         if path in TIKTOKEN_NAMES and kind in (None, "tiktoken"):
             return TiktokenTokenizer(path)
-        if not hub.is_hub_name(path):
+        if not is_hub_name(path):
             raise ConfigError(
                 f"tokenizer_path={path} does not exist: "
                 "name a file, a folder, org/name of the hub, or byte"

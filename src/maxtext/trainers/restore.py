@@ -34,6 +34,7 @@ from maxtext.checkpoint.state import (
     unflatten_like,
 )
 from maxtext.common.errors import ConfigError, UserError
+from maxtext.common.hub import find_folder
 from maxtext.common.log import LOGGER
 from maxtext.configs.types import MaxTextConfig
 from maxtext.input_pipeline import BatchIterator, merge_states
@@ -102,7 +103,8 @@ def find_start(
         future = thread.submit(lambda: (initial_state(context), context.key))
         thread.shutdown(wait=False)
         return Start(future, step=0, origin="fresh")
-    path = existing_folder(config.load_parameters_path, "load_parameters_path")
+    folder = find_folder(config.load_parameters_path, config.hf_access_token)
+    path = existing_folder(str(folder), "load_parameters_path")
     check_layout(config, path)
     state = load_initial_weights(context, path, checkpoint)
     return Start((state, context.key), step=0, origin=f"from {path}")

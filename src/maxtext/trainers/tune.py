@@ -17,6 +17,7 @@ from typing import Any
 from maxtext.checkpoint.open import Checkpoint, open_checkpoint
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.common.files import local_path
+from maxtext.common.hub import find_folder
 from maxtext.configs import fields
 from maxtext.configs.provenance import Layer
 from maxtext.configs.sources import HERE, from_python
@@ -74,7 +75,7 @@ def distill(
     """Distillation of a teacher into a student; `teacher` is a folder. Other arguments as of
     `sft`."""
     overrides = {
-        "load_parameters_path": str(local_path(teacher)),
+        "load_parameters_path": str(find_folder(teacher)),
         **keys.get("teacher_overrides", {}),
     }
     return fine_tune("distill", student, data, keys | {"teacher_overrides": overrides})
@@ -152,8 +153,9 @@ def model_overrides(
     model: str | os.PathLike, keys: Mapping[str, Any]
 ) -> tuple[Layer, Checkpoint | None]:
     """The keys, with those that name the model; and the model's folder, opened."""
-    if local_path(model).is_dir():
-        path = str(local_path(model))
+    folder = find_folder(model, keys.get("hf_access_token"))
+    if folder.is_dir():
+        path = str(folder)
         return from_python({"load_parameters_path": path, **keys}), open_checkpoint(path)
     if str(model) in fields.choices("model_name"):
         return from_python({"model_name": str(model), **keys}), None
