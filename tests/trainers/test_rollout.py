@@ -10,8 +10,9 @@ from maxtext.common.errors import UserError
 from maxtext.inference.llm import LLM
 from maxtext.inference.requests import GenerationRequest
 from maxtext.inference.sampling_params import SamplingParams
+from maxtext.layers.context import BuildContext
 from maxtext.models.transformer import initial_weights, make_template
-from maxtext.trainers.rollout import Rollout, RolloutEngine, sample_seed
+from maxtext.trainers.rollout import Rollout, RolloutEngine, check_synced, sample_seed
 from maxtext.trainers.run_context import RunContext
 
 PROMPTS = ([3, 1, 4], [1, 5, 9, 2, 6, 5], [3], [5, 8, 9, 7])
@@ -138,3 +139,73 @@ def test_row_learns_the_completion_alone():
 def test_seeds_differ_by_step_prompt_and_sample():
     seeds = {sample_seed(*entropy) for entropy in np.ndindex(2, 3, 4, 5)}
     assert len(seeds) == 2 * 3 * 4 * 5
+
+
+@pytest.mark.slow
+def test_paged_caches_of_a_gpu_sample_the_same(context, engine, weights, rollouts, monkeypatch):
+    assert engine.paged_programs(4, 16) is None  # this is no GPU
+    paged = RolloutEngine(context.config, context.template, context.rules)
+    monkeypatch.setattr(BuildContext, "only_platform", "gpu")
+    paged.programs = paged.paged_programs(4, 16)
+    monkeypatch.undo()
+    assert paged.programs.config.pagedattn_num_pages == 4
+    paged.sync(weights, len(PROMPTS))
+    assert paged.engine.cache_config.page_size == 64
+    assert [each.token_ids for each in paged.generate(requests(logprobs=0))] == [
+        each.token_ids for each in rollouts
+    ]
+
+
+def test_temperature_of_log_probs_is_that_of_sampling(configure, context, weights, llm):
+    config = context.config.model_copy(
+        update={"use_grpo": True, "decode_sampling_temperature": 2.0, "kv_cache_buffer": 0}
+    )
+    engine = RolloutEngine(config, context.template, context.rules)
+    engine.sync(weights, len(PROMPTS))
+    for rollout in engine.generate(requests(logprobs=0, temperature=2.0)):
+        ids = rollout.prompt_ids + rollout.token_ids
+        logps = jax.nn.log_softmax(llm.logits(np.array(ids[:-1])) / 2.0)
+        sampled = np.arange(len(rollout.prompt_ids) - 1, len(ids) - 1)
+        expected = logps[sampled, np.array(rollout.token_ids)]
+        np.testing.assert_allclose(rollout.log_probs, expected, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_limits_of_the_engine_change_no_text(context, weights, rollouts):
+    limits = {
+        "use_grpo": True,
+        "max_num_seqs": 2,
+        "max_num_batched_tokens": 3,
+        "kv_cache_buffer": 5,
+        "hbm_utilization_vllm": 0.5,
+    }
+    engine = RolloutEngine(
+        context.config.model_copy(update=limits), context.template, context.rules
+    )
+    engine.sync(weights, len(PROMPTS))
+    assert engine.engine.cache_config.slots == 2
+    assert engine.engine.cache_config.length == 16 + 5
+    chunks = []
+    prefill = engine.engine.executor.prefill
+    engine.engine.executor.prefill = lambda batch, *rest: (
+        chunks.append(int((np.asarray(batch.positions) >= 0).sum())) or prefill(batch, *rest)
+    )
+    found = engine.generate(requests(logprobs=0))
+    assert [each.token_ids for each in found] == [each.token_ids for each in rollouts]
+    assert max(chunks) <= 3
+    assert sum(chunks) == sum(map(len, PROMPTS))
+    tiny = context.config.model_copy(update=limits | {"hbm_utilization_vllm": 1e-12})
+    engine = RolloutEngine(tiny, context.template, context.rules)
+    engine.sync(weights, len(PROMPTS))
+    assert engine.engine.cache_config.slots == 1
+
+
+def test_failed_syncs_are_errors(weights):
+    stale = jax.tree.map(lambda leaf: leaf.copy(), weights)
+    check_synced(weights, stale)
+    flat, structure = jax.tree.flatten(stale)
+    flat[3] = flat[3].at[(0,) * flat[3].ndim].add(1e-6)
+    with pytest.raises(UserError, match=r"sampler has other values .* in \S+$"):
+        check_synced(weights, jax.tree.unflatten(structure, flat))
+    with pytest.raises(UserError, match="only one of trainer and sampler has another"):
+        check_synced(weights, stale | {"another": flat[0]})

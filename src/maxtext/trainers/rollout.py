@@ -13,7 +13,7 @@ number of slots do not change a text.
 import contextlib
 import itertools
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -38,6 +38,8 @@ from maxtext.models.transformer import build_context
 from maxtext.sharding import AxisRules
 from maxtext.sharding.state import on_device
 from maxtext.tokenizers import Tokenizer, load_tokenizer
+
+PAGE_TOKENS = 64  # of a paged KV cache
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,7 @@ class RolloutEngine:
             logprobs_temperature=config.decode_sampling_temperature if config.use_grpo else 1.0,
         )
         self.tokenizer = load_tokenizer(config) if config.stop_strings else None
+        self.paged: dict[int, Programs] = {}  # by the number of pages
         self.engine: InferenceEngine | None = None
 
     def sync(self, weights: Any, num_requests: int) -> None:
@@ -109,16 +112,34 @@ class RolloutEngine:
         buffer = config.kv_cache_buffer if config.use_grpo else 0
         length = config.max_target_length + buffer
         limit = min(num_requests, config.max_num_seqs or MAX_SLOTS)
+        slots = fit_slots(self.programs, limit, length, config.hbm_utilization_vllm)
         # Time must not decide which programs run: a resumed run samples the same bits.
         self.engine = InferenceEngine(
-            self.programs,
+            self.paged_programs(slots, length) or self.programs,
             weights,
-            fit_slots(self.programs, limit, length, config.hbm_utilization_vllm),
+            slots,
             length,
             timed=False,
             max_batched_tokens=config.max_num_batched_tokens,
         )
         check_synced(trainer_weights, self.engine.weights)
+
+    def paged_programs(self, slots: int, length: int) -> Programs | None:
+        """Programs with a paged KV cache for this number of sequences, which decode steps read in
+        place on one GPU; None on other devices, or if the keys already say how caches are."""
+        config = self.config
+        has_keys = config.attention == "paged" or config.enable_prefix_caching
+        if has_keys or not self.programs.has_caches or self.programs.build.only_platform != "gpu":
+            return None
+        num_pages = slots * -(-length // PAGE_TOKENS)
+        if num_pages not in self.paged:
+            keys = {
+                "attention": "paged",
+                "pagedattn_tokens_per_page": PAGE_TOKENS,
+                "pagedattn_num_pages": num_pages,
+            }
+            self.paged[num_pages] = replace(self.programs, config=config.model_copy(update=keys))
+        return self.paged[num_pages]
 
     def release(self) -> None:
         """Free the caches, and drop the weights."""
