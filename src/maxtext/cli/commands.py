@@ -116,7 +116,8 @@ elastic_enabled=true       with --local: continue with fewer processes after los
         summary="complete a prompt and stream the text",
         example='maxtext decode load_parameters_path=~/models/Qwen3-0.6B prompt="I love to"',
         options="""\
-load_parameters_path=DIR          a Hugging Face folder, a converted checkpoint, or a training run
+load_parameters_path=DIR          a Hugging Face folder or org/name of its Hub, a converted
+                                  checkpoint, or a training run
 prompt=TEXT                       with use_chat_template=true, a user message
 max_target_length=N               length of prompt and completion, in tokens
 decode_sampling_strategy=NAME     greedy, weighted, topk, nucleus or composite
@@ -129,7 +130,8 @@ return_log_prob=true              print the log probability of each token""",
         example="maxtext chat ~/models/Qwen3-0.6B decode_sampling_strategy=weighted",
         usage="maxtext chat DIR [--adapter DIR] [key=value ...]",
         options="""\
-DIR             a Hugging Face folder, a converted checkpoint, or a training run
+DIR             a Hugging Face folder or org/name of its Hub, a converted checkpoint, or a
+                training run
 --adapter DIR   a PEFT adapter of the model
 key=value       any key of base.yml, such as max_target_length, decode_sampling_strategy,
                 chat_template_path
@@ -147,7 +149,8 @@ IN.jsonl        one request per line: {"prompt": "I love to"} or {"messages": [.
                 adapter (a name; empty: the base)
 OUT.jsonl       one completion per line, in the order in which they finish:
                 {"index": 0, "text": "...", "finished": "end", ...}
---model DIR     a Hugging Face folder, a converted checkpoint, or a training run
+--model DIR     a Hugging Face folder or org/name of its Hub, a converted checkpoint, or a
+                training run
 --adapter DIR   a PEFT adapter of the model, or a folder of adapters
 --overwrite     discard an existing OUT.jsonl
 key=value       any key of base.yml""",
@@ -158,7 +161,8 @@ key=value       any key of base.yml""",
         example="maxtext serve ~/models/Qwen3-0.6B --port 8000 per_device_batch_size=16",
         usage="maxtext serve DIR [flags] [key=value ...]",
         options="""\
-DIR                          a Hugging Face folder, a converted checkpoint, or a training run
+DIR                          a Hugging Face folder or org/name of its Hub, a converted checkpoint,
+                             or a training run
 --host HOST, --port PORT     address (127.0.0.1, 8000); port 0 takes a free one
 --uds PATH                   a unix socket instead
 --served-model-name NAME ... names that requests may use (the name of DIR)
@@ -201,7 +205,8 @@ maxtext eval DIR --tasks A,B [--include-path FOLDER] [--num-fewshot N] [--limit 
 maxtext eval DIR --builtin NAME,... [--limit N] [--seed N] [--apply-chat-template]
              [--json OUT] [key=value ...]""",
         options="""\
-DIR                     a Hugging Face folder, a converted checkpoint, or a training run
+DIR                     a Hugging Face folder or org/name of its Hub, a converted checkpoint, or a
+                        training run
 --perplexity FILE       of a text, or of JSON lines with a column text
 --window N              tokens of a window (max_target_length)
 --stride N              tokens between windows (--window); smaller: more context
