@@ -1,4 +1,4 @@
-"""`maxtext chat`: a conversation with a model in the terminal.
+"""`maxtext chat`: a conversation in the terminal, with a model or with a server.
 
 In a pipe, each line of standard input is a message or a command, and standard output is the
 model's messages.
@@ -11,13 +11,13 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Generator, Iterator, Mapping
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from maxtext.cli import arguments
+from maxtext.cli.conversation import Conversation, Deltas, LocalConversation, ReplyDelta
 from maxtext.cli.generation import (
-    GenerationSession,
+    DIM,
     load_session,
     note,
     refuse_useless,
@@ -28,10 +28,6 @@ from maxtext.cli.generation import (
 from maxtext.common import progress, signals
 from maxtext.common.errors import ConfigError, UserError
 
-if TYPE_CHECKING:
-    from maxtext.inference import Completion
-
-Deltas = Generator["tuple[str, Completion | None]", None, None]
 PROMPT_SIGN = "> "
 POLL_SECONDS = 0.1
 EXIT_SECONDS = 2.0  # to wait for a step of the engine at the end of the program
@@ -54,19 +50,18 @@ USELESS = {
 
 
 def run(args: list[str]) -> int:
-    if not args or args[0].startswith("-") or "=" in args[0]:
-        raise ConfigError("which model? maxtext chat DIR [key=value ...]")
-    adapter = arguments.take_adapter(args)
-    path, *overrides = args
-    overrides += adapter
-    model = resolve_model(path, None, overrides)
-    refuse_useless(model.config, "chat", USELESS)
-    session = load_session(model)
+    args = list(args)
+    server = arguments.take_value(args, "--server")
+    if server is None:
+        conversation = load_conversation(args)
+    else:
+        from maxtext.cli.chat_server import connect
+
+        conversation = connect(server, args)
     interactive = sys.stdin.isatty() and sys.stdout.isatty()
-    conversation = Conversation(session)
     progress.stop()
     if interactive:
-        note(f"{path}, loaded in {session.load_seconds:.1f} s; /help lists the commands")
+        note(f"{conversation.title}; /help lists the commands")
     with Terminal(interactive) as terminal:
         while (line := terminal.read()) is not None:
             if not line.strip():
@@ -78,6 +73,20 @@ def run(args: list[str]) -> int:
                 message = line.removeprefix("/") if line.startswith("//") else line
                 reply(conversation, message, terminal)
     return 0
+
+
+def load_conversation(args: list[str]) -> Conversation:
+    """A conversation with a model that is loaded here."""
+    if not args or args[0].startswith("-") or "=" in args[0]:
+        raise ConfigError(
+            "which model? maxtext chat DIR [key=value ...], or maxtext chat --server URL"
+        )
+    adapter = arguments.take_adapter(args)
+    path, *overrides = args
+    model = resolve_model(path, None, overrides + adapter)
+    refuse_useless(model.config, "chat", USELESS)
+    session = load_session(model)
+    return LocalConversation(session, f"{path}, loaded in {session.load_seconds:.1f} s")
 
 
 class Terminal:
@@ -136,28 +145,29 @@ class Terminal:
             finally:
                 self.reading = False
 
-    def stream(self, deltas: Deltas) -> Iterator["tuple[str, Completion | None]"]:
-        """A reply as text deltas, until it is complete or Ctrl-C is pressed."""
+    def stream(self, conversation: Conversation) -> Iterator[ReplyDelta]:
+        """A reply as deltas, until it is complete or Ctrl-C is pressed."""
         if self.reply is not None and self.reply.thread.is_alive():
             self.waiting = True
-            with progress.working("waiting for the engine to finish an interrupted step"):
+            with progress.working("waiting for the end of an interrupted step"):
                 while self.waiting and not self.reply.join(POLL_SECONDS):
                     pass
             if not self.waiting:
                 return iter(())
             self.waiting = False
-        self.reply = ReplyThread(deltas)
+        self.reply = ReplyThread(conversation.stream(), conversation.abort)
         self.reply.thread.start()  # after the assignment: an interrupt stops it from here on
         return iter(self.reply)
 
 
 class ReplyThread:
-    """Runs the engine in a thread, so that Ctrl-C is handled while the engine computes or
-    compiles.
+    """Takes the deltas in a thread, so that Ctrl-C is handled while the engine computes or
+    compiles. `abort` is called when the reply is stopped.
     """
 
-    def __init__(self, deltas: Deltas):
+    def __init__(self, deltas: Deltas, abort: Callable[[], None]):
         self.deltas = deltas
+        self.abort = abort
         self.queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.stopped = threading.Event()
         self.ended = False  # for the consumer
@@ -177,9 +187,10 @@ class ReplyThread:
     def stop(self) -> None:
         """May be called by a signal handler."""
         self.stopped.set()
+        self.abort()
         self.queue.put(None)
 
-    def __iter__(self) -> Iterator["tuple[str, Completion | None]"]:
+    def __iter__(self) -> Iterator[ReplyDelta]:
         try:
             while not self.stopped.is_set():
                 try:
@@ -203,7 +214,7 @@ class ReplyThread:
         return not self.thread.is_alive()
 
 
-def run_command(conversation: "Conversation", line: str) -> bool:
+def run_command(conversation: Conversation, line: str) -> bool:
     """Run a line that begins with a slash; returns whether the conversation goes on."""
     name, _, rest = line.strip().partition(" ")
     if name == "/exit":
@@ -223,79 +234,37 @@ def run_command(conversation: "Conversation", line: str) -> bool:
     return True
 
 
-def reply(conversation: "Conversation", text: str, terminal: Terminal) -> None:
+def reply(conversation: Conversation, text: str, terminal: Terminal) -> None:
     """Stream the model's reply to a message. If that fails, the error is shown, and the
     conversation goes on without the message.
     """
     conversation.messages.append({"role": "user", "content": text})
-    start, reply_text, completion = time.perf_counter(), "", None
+    start, reply_text, end = time.perf_counter(), "", None
+    is_thinking = False
     try:
-        for text_delta, result in terminal.stream(conversation.stream()):
-            write(text_delta)
-            reply_text += text_delta
-            completion = result
+        for delta in terminal.stream(conversation):
+            if delta.reasoning and terminal.interactive:
+                write(delta.reasoning, DIM)
+                is_thinking = True
+            if delta.text and is_thinking:
+                write("\n\n")
+                is_thinking = False
+            write(delta.text)
+            reply_text += delta.text
+            end = delta.end
     except UserError as error:
         conversation.messages.pop()
+        if reply_text or is_thinking:
+            write("\n")
         note(str(error))
         return
-    write("\n" if completion else " … (stopped)\n" if reply_text else "(stopped)\n")
+    write("\n" if end else " … (stopped)\n" if reply_text else "(stopped)\n")
+    if end and end.remark:
+        note(end.remark)
     if not reply_text:
         conversation.messages.pop()
         return
     conversation.messages.append({"role": "assistant", "content": reply_text})
-    if completion and completion.finish_reason == "length":
-        limit = conversation.session.config.max_target_length
-        note(f"the reply ends at max_target_length={limit}")
-    if completion and terminal.interactive:
-        count, seconds = len(completion.token_ids), time.perf_counter() - start
-        note(f"{count:,} tokens, {count / max(seconds, 1e-9):,.1f} tokens/s")
-
-
-class Conversation:
-    """The messages so far, as many of them as fit in max_target_length."""
-
-    def __init__(self, session: GenerationSession):
-        from maxtext.inference import SamplingParams
-
-        self.session = session
-        self.params = SamplingParams.from_config(session.config)
-        self.system = ""
-        self.messages: list[Mapping[str, Any]] = []
-        self.noted_truncation = False
-        self.num_replies = 0
-        _ = session.chat_template  # a model that cannot chat is refused before anything is typed
-
-    def stream(self) -> Deltas:
-        """The reply to the last message, as text deltas."""
-        from maxtext.inference import GenerationRequest
-
-        prompt_ids = self.truncated_prompt()
-        params = replace(
-            self.params,
-            max_new_tokens=self.session.max_new_tokens(prompt_ids),
-            seed=self.session.config.init_weights_seed + self.num_replies,
-        )
-        self.num_replies += 1
-        return self.session.stream(GenerationRequest(prompt_ids, params))
-
-    def truncated_prompt(self) -> list[int]:
-        """The ids of the conversation, without its oldest messages where it has become too long."""
-        limit = self.session.config.max_target_length
-        # A quarter of the sequence is left for the reply.
-        max_prompt = self.session.reserved_prompt_tokens or limit - limit // 4
-        messages = list(self.messages)
-        while len(ids := self.encode(messages)) > max_prompt and len(messages) > 1:
-            del messages[:2]
-        self.session.max_new_tokens(ids)  # raises before messages are dropped for good
-        if len(messages) < len(self.messages) and not self.noted_truncation:
-            self.noted_truncation = True
-            note(
-                f"the conversation exceeds max_target_length={limit}: its oldest messages are "
-                "dropped"
-            )
-        self.messages = messages
-        return ids
-
-    def encode(self, messages: list[Mapping[str, Any]]) -> list[int]:
-        system = [{"role": "system", "content": self.system}] if self.system else []
-        return self.session.encode_chat([*system, *messages])
+    if end and end.num_tokens and terminal.interactive:
+        seconds = time.perf_counter() - start
+        note(f"{end.num_tokens:,} tokens, {end.num_tokens / max(seconds, 1e-9):,.1f} tokens/s")

@@ -126,15 +126,21 @@ multi_sampling=true               per_device_batch_size completions
 return_log_prob=true              print the log probability of each token""",
     ),
     "chat": Command(
-        summary="chat with a model",
+        summary="chat with a model, or with a server",
         example="maxtext chat ~/models/Qwen3-0.6B decode_sampling_strategy=weighted",
-        usage="maxtext chat DIR [--adapter DIR] [key=value ...]",
+        usage="""\
+maxtext chat DIR [--adapter DIR] [key=value ...]
+maxtext chat --server URL [--api-key KEY] [--model NAME] [field=value ...]""",
         options="""\
 DIR             a Hugging Face folder or org/name of its Hub, a converted checkpoint, or a
                 training run
 --adapter DIR   a PEFT adapter of the model
 key=value       any key of base.yml, such as max_target_length, decode_sampling_strategy,
                 chat_template_path
+--server URL    a server with OpenAI's API, such as http://127.0.0.1:8000
+--api-key KEY   its key (MAXTEXT_API_KEY)
+--model NAME    one of its models (the first)
+field=value     fields of its requests, such as temperature=0.7 or max_tokens=500
 /help           inside the chat, lists the commands; Ctrl-C stops a reply""",
         settings=False,
     ),

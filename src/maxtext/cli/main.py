@@ -133,7 +133,9 @@ def run(args: list[str]) -> int:
         is_text = name == "tokenizer" and rest[:1] == ["inspect"]  # from the third argument on
         # Origins of pages after a folder, and the address of a server.
         has_urls = name == "serve" or (name, *rest[:1]) == ("bench", "serve")
-        refuse_remote(rest[:1] if has_urls else rest[:2] if is_text else rest)
+        has_server = name == "chat" and any(arg.startswith("--server") for arg in rest)
+        if not has_server:
+            refuse_remote(rest[:1] if has_urls else rest[:2] if is_text else rest)
     with progress.working(f"maxtext {name} is starting"):  # the imports take seconds
         return importlib.import_module(f"maxtext.cli.{name.replace('-', '_')}").run(rest)
 

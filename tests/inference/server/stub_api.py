@@ -22,11 +22,14 @@ class Reply:
     reasoning: str = ""
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
     status: int = 200
+    code: str | None = None  # of an error
     headers: dict[str, str] = field(default_factory=dict)
     part: int = 7
     seconds: float = 0.0
     is_endless: bool = False
     is_cut: bool = False  # ends without [DONE]
+    error: str = ""  # of an event at the end
+    finish_reason: str = "stop"
 
 
 class StubApi:
@@ -62,7 +65,7 @@ class StubApi:
         self.bodies.append(body)
         reply = self.replies.pop(0) if len(self.replies) > 1 else self.replies[0]
         if reply.status != 200:
-            await response.fail(reply.status, "the stub refuses", reply.headers)
+            await response.fail(reply.status, "the stub refuses", reply.headers, reply.code)
             return
         await response.begin(200, {"Content-Type": "text/event-stream"})
         stream = asyncio.create_task(response.stream(reply))
@@ -91,8 +94,8 @@ class StubResponse:
         await self.begin(status, {"Content-Type": "application/json", **(headers or {})})
         await self.write(json.dumps(content), more=False)
 
-    async def fail(self, status, message, headers=None):
-        await self.whole({"error": {"message": message}}, status, headers)
+    async def fail(self, status, message, headers=None, code=None):
+        await self.whole({"error": {"message": message, "code": code}}, status, headers)
 
     async def event(self, content):
         await self.write(f"data: {json.dumps(content)}\n\n")
@@ -113,8 +116,11 @@ class StubResponse:
                 break
         for call in reply.tool_calls:
             await self.delta({"tool_calls": [call]})
-        if not reply.is_cut:
-            await self.event({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
+        if reply.error:
+            await self.event({"error": {"message": reply.error}})
+        elif not reply.is_cut:
+            end = {"index": 0, "delta": {}, "finish_reason": reply.finish_reason}
+            await self.event({"choices": [end]})
             await self.event({"choices": [], "usage": USAGE})
             await self.write("data: [DONE]\n\n")
 

@@ -59,15 +59,19 @@ class Target:
     api_key: str | None = None
 
     @classmethod
-    def from_url(cls, url: str, api_key: str | None = None) -> "Target":
-        """The target of `http://HOST:PORT`, with or without /v1 at the end. Raises ConfigError."""
+    def from_url(cls, url: str, api_key: str | None = None, option: str = "--url") -> "Target":
+        """The target of `http://HOST:PORT`, with or without /v1 at the end. Raises ConfigError,
+        which names `option`.
+        """
         try:
             parts = urlsplit(url)
             host, port = parts.hostname, parts.port
         except ValueError:
             host, port, parts = None, None, urlsplit("")
         if parts.scheme not in ("http", "https") or not host:
-            raise ConfigError(f"--url takes an address such as http://127.0.0.1:8000, not {url!r}")
+            raise ConfigError(
+                f"{option} takes an address such as http://127.0.0.1:8000, not {url!r}"
+            )
         tls = parts.scheme == "https"
         prefix = parts.path.rstrip("/").removesuffix("/v1")
         return cls(host, port or (443 if tls else 80), tls, prefix, api_key)
