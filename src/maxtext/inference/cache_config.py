@@ -53,7 +53,7 @@ def fit_slots(
     slot_bytes = sum(array.size * array.dtype.itemsize for array in jax.tree.leaves(caches))
     memory = jax.local_devices()[0].memory_stats() or {}
     free = memory.get("bytes_limit", host_memory_bytes() // 2) - memory.get("bytes_in_use", 0)
-    while slots > 1 and slots * slot_bytes > free * jax.device_count() * memory_fraction:
+    while slots > 1 and slots * slot_bytes > free * programs.rules.mesh.size * memory_fraction:
         slots //= 2
     return slots
 

@@ -15,8 +15,10 @@ from maxtext.configs.types import MaxTextConfig
 
 
 def make_mesh(config: MaxTextConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """The mesh of a configuration over `devices` (default: all)."""
-    devices = jax.devices() if devices is None else devices
+    """The mesh of a configuration over the first of `devices` (default: all), as many as it
+    needs: in reinforcement learning, others may sample."""
+    needed = math.prod(config.ici_parallelism) * math.prod(config.dcn_parallelism)
+    devices = (jax.devices() if devices is None else devices)[:needed]
     if config.using_pipeline_parallelism:
         raise ConfigError(
             "pipeline parallelism is not implemented: leave the pipeline sizes of the mesh at 1"

@@ -2,15 +2,18 @@
 from."""
 
 import os
+from dataclasses import replace
+from types import SimpleNamespace
 
 from maxtext.checkpoint.open import Checkpoint, open_checkpoint
-from maxtext.configs import ledger
-from maxtext.configs.derive import Devices
-from maxtext.configs.load import base_values
+from maxtext.configs import fields, ledger
+from maxtext.configs.derive import Devices, visible_devices
+from maxtext.configs.load import base_values, peek_setting
 from maxtext.configs.provenance import Layer, Setting, Source
 from maxtext.configs.types import MaxTextConfig
 from maxtext.inference.loading import has_bfloat16_weights
 from maxtext.models.configuration import load
+from maxtext.trainers.device_split import KEYS, split_devices
 from maxtext.trainers.trainable import has_adapters
 
 
@@ -24,9 +27,10 @@ def load_run(
 
     The base of adapters is frozen, so it needs no float32 copy: weight_dtype defaults to bfloat16
     if the weights at load_parameters_path are bfloat16. Raises ConfigError if the model needs keys
-    that do not act.
+    that do not act. In reinforcement learning the trainer may have only some of `devices`.
     """
     model = checkpoint.model_layer if checkpoint else None
+    devices = trainer_devices(path, overrides, devices or visible_devices())
     config = load(path, overrides, devices=devices, model=model)
     ledger.refuse_unsupported_model(config, base_values())
     weights = config.load_parameters_path
@@ -36,3 +40,19 @@ def load_run(
         return config
     frozen = {"weight_dtype": Setting("bfloat16", Source("derived", "the frozen base"))}
     return load(path, overrides | frozen, devices=devices, model=model)
+
+
+def trainer_devices(path: str | os.PathLike | None, overrides: Layer, devices: Devices) -> Devices:
+    """The devices that the mesh of a run has. Raises ConfigError if the keys that divide them
+    between trainer and sampler do not fit."""
+    values = {}
+    for key in KEYS:
+        value = fields.normalise(key, peek_setting(key, path, overrides, os.environ))
+        values[key] = getattr(base_values(), key) if value is None else value
+    settings = SimpleNamespace(**values)
+    if not settings.use_grpo:
+        return devices
+    split = split_devices(settings, devices.count, devices.slices)
+    if split.is_shared:
+        return devices
+    return replace(devices, count=len(split.trainer), slices=split.trainer_slices)

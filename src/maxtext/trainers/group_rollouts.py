@@ -46,7 +46,8 @@ from maxtext.trainers.losses.advantages import advantages, degenerate_groups
 from maxtext.trainers.on_policy import rollout_metrics
 from maxtext.trainers.prompt_loader import PromptLoader
 from maxtext.trainers.rewards.functions import RewardFunction, compute_rewards, total_rewards
-from maxtext.trainers.rollout import Rollout, RolloutEngine, sample_seed, stop_token_ids
+from maxtext.trainers.rollout import Rollout, sample_seed, stop_token_ids
+from maxtext.trainers.rollout_devices import make_rollout_engine
 from maxtext.trainers.rollout_log import RolloutLog, ScoredRollout
 from maxtext.trainers.run_context import RunContext
 from maxtext.trainers.shardings import with_shardings
@@ -92,7 +93,7 @@ class GroupRolloutStep:
         self.log = RolloutLog(folder, step)
         self.tokenizer = load_tokenizer(self.config)
         self.stop_token_ids = stop_token_ids(self.config, checkpoint)
-        self.engine = RolloutEngine(self.config, objective.model_template, context.rules)
+        self.engine = make_rollout_engine(context)
         self.agentic = None
         if self.config.use_agentic_rollout:
             self.agentic = AgenticSampler(self.config, self.tokenizer, agent)

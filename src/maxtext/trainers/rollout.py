@@ -1,9 +1,9 @@
 """Rollouts: completions that the engine of inference samples from weights of a training run.
 
 The engine runs the model of training on the arrays of the training state, in the same process and
-on the same mesh, so that nothing is copied. `sync` gives it the weights of the current step with
-empty caches; `release` frees its caches, before an update needs the memory and deletes the weights.
-Programs are compiled once.
+on the same mesh, so that nothing is copied; or on copies on other devices. `sync` gives it the
+weights of the current step with empty caches; `release` frees its caches, before an update needs
+the memory and deletes the weights. Programs are compiled once.
 
 A token depends on its own sequence, its seed and the weights. `sample_seed` derives the seed of a
 completion from the step, its prompt and its number, so that the composition of a batch and the
@@ -38,6 +38,7 @@ from maxtext.models.transformer import build_context
 from maxtext.sharding import AxisRules
 from maxtext.sharding.state import on_device
 from maxtext.tokenizers import Tokenizer, load_tokenizer
+from maxtext.trainers.weight_sync import WeightSync
 
 PAGE_TOKENS = 64  # of a paged KV cache
 
@@ -81,7 +82,14 @@ class RolloutEngine:
     """Samples from the model of `template` sequences of up to max_target_length tokens, within the
     limits max_num_seqs, max_num_batched_tokens, kv_cache_buffer and hbm_utilization_vllm."""
 
-    def __init__(self, config: MaxTextConfig, template: Template, rules: AxisRules):
+    def __init__(
+        self,
+        config: MaxTextConfig,
+        template: Template,
+        rules: AxisRules,
+        weight_sync: WeightSync | None = None,
+    ):
+        """`weight_sync` copies the weights to the mesh of `rules`; None: they are there."""
         if jax.process_count() > 1:
             raise ConfigError(
                 "completions are sampled in one process, and this run has "
@@ -89,6 +97,7 @@ class RolloutEngine:
             )
         self.config = config
         self.rules = rules
+        self.weight_sync = weight_sync
         self.template = template
         self.programs = Programs(
             config,
@@ -106,7 +115,9 @@ class RolloutEngine:
         Raises UserError if the engine does not have these weights afterwards."""
         self.release()
         config, trainer_weights = self.config, weights
-        if config.parameter_memory_host_offload:
+        if self.weight_sync is not None:
+            weights = self.weight_sync.copy(weights)
+        elif config.parameter_memory_host_offload:
             shardings = self.rules.shardings(self.template.axes, self.template.weights)
             weights = jax.device_put(weights, jax.tree.map(on_device, shardings))
         buffer = config.kv_cache_buffer if config.use_grpo else 0

@@ -4,7 +4,7 @@ from maxtext.configs.eval_sampling import sampling_problem
 from maxtext.configs.rules.rule import derived_rule, in_range, inert_unless, rule
 from maxtext.configs.types import MaxTextConfig, Settings
 from maxtext.configs.types.enums import DatasetType
-from maxtext.configs.types.rl import PolicyOptimization
+from maxtext.configs.types.rl import PolicyOptimization, RLHardware
 
 in_range(
     0,
@@ -53,6 +53,7 @@ inert_unless(
     "loss_algo",
     "degenerate_group_masking",
     "use_agentic_rollout",
+    *(key for key in RLHardware.model_fields if key != "use_pathways"),
     "batch_size",
     "num_batches",
     "num_test_batches",
@@ -255,13 +256,41 @@ def completions_do_not_depend_on_each_other(settings: Settings) -> str | None:
     return None
 
 
-@rule("trainer_devices_fraction")
-def trainer_and_sampler_share_the_devices(settings: Settings) -> str | None:
-    if settings.trainer_devices_fraction + settings.sampler_devices_fraction > 1 and not (
-        settings.trainer_devices_fraction == settings.sampler_devices_fraction == 1
-    ):
+in_range(1, None, "chips_per_vm", "rollout_expert_parallelism", "reshard_chunk_size")
+in_range(
+    1,
+    None,
+    "num_trainer_slices",
+    "num_samplers_slices",
+    "rollout_data_parallelism",
+    "rollout_tensor_parallelism",
+    special=(-1,),
+)
+
+
+def copies_weights(settings: Settings) -> bool:
+    """Whether the sampler may have copies of the weights, on other devices or in another layout."""
+    shares_all = settings.trainer_devices_fraction == settings.sampler_devices_fraction == 1
+    sizes = (
+        settings.rollout_data_parallelism,
+        settings.rollout_tensor_parallelism,
+        settings.rollout_expert_parallelism,
+    )
+    return not shares_all or sizes != (-1, -1, 1)
+
+
+inert_unless(
+    lambda s: s.use_grpo and copies_weights(s),
+    "a sampler with devices of its own: trainer_devices_fraction and sampler_devices_fraction",
+    "reshard_chunk_size",
+)
+
+
+@rule("num_trainer_slices")
+def both_have_slices(settings: Settings) -> str | None:
+    trainer, sampler = settings.num_trainer_slices, settings.num_samplers_slices
+    if (trainer > 0) != (sampler > 0):
         return (
-            "trainer_devices_fraction + sampler_devices_fraction is above 1: split the devices, "
-            "or set both to 1"
+            f"num_trainer_slices={trainer} and num_samplers_slices={sampler}: set both, or neither"
         )
     return None

@@ -1,0 +1,50 @@
+"""Copies of the trainer's weights on the devices of a sampler, with their own layout.
+
+Weights that are trained are copied in every sync. Frozen ones, the base of adapters, are copied
+once. reshard_chunk_size tensors are copied at a time, so that only their copies are in flight.
+"""
+
+from typing import Any
+
+import jax
+
+from maxtext.common.errors import UserError
+
+
+class WeightSync:
+    """`shardings`: of the sampler; `trained`: bools in the tree of the weights. `chunk_size`:
+    tensors at a time, all if None."""
+
+    def __init__(self, shardings: Any, trained: Any, chunk_size: int | None = None):
+        self.shardings = dict(jax.tree.leaves_with_path(shardings))
+        self.trained = jax.tree.leaves_with_path(trained)
+        self.chunk_size = chunk_size
+        self.frozen: dict[Any, jax.Array] = {}
+
+    def is_frozen(self, path: tuple[Any, ...]) -> bool:
+        """A leaf of `trained` may stand for a subtree, such as a quantized weight."""
+        return any(not flag and path[: len(prefix)] == prefix for prefix, flag in self.trained)
+
+    def copy(self, weights: Any) -> Any:
+        """The weights on the sampler's devices. Raises UserError if they are not those of the
+        sampler's model."""
+        leaves, structure = jax.tree.flatten_with_path(weights)
+        if different := {path for path, _ in leaves} ^ self.shardings.keys():
+            raise UserError(
+                "weight sync failed: only one of trainer and sampler has "
+                f"{sorted(map(jax.tree_util.keystr, different))[0]}"
+            )
+        copies = dict(self.frozen)
+        missing = [(path, leaf) for path, leaf in leaves if path not in copies]
+        size = self.chunk_size or max(len(missing), 1)
+        for start in range(0, len(missing), size):
+            chunk = missing[start : start + size]
+            paths = [path for path, _ in chunk]
+            arrays = jax.device_put(
+                [leaf for _, leaf in chunk], [self.shardings[path] for path in paths]
+            )
+            copies |= zip(paths, arrays, strict=True)
+            if self.chunk_size is not None:
+                jax.block_until_ready(arrays)
+        self.frozen = {path: copies[path] for path, _ in leaves if self.is_frozen(path)}
+        return jax.tree.unflatten(structure, [copies[path] for path, _ in leaves])
