@@ -42,12 +42,13 @@ class StubApi:
         self.replies: list[Reply] = [Reply("Hello.")]
         self.bodies: list[dict[str, Any]] = []
         self.num_cancelled = 0
+        self.prefix = ""  # of paths, as behind a proxy
 
     async def __call__(self, scope, receive, send):
         if scope["type"] != "http":
             return
         headers = {name.decode(): value.decode() for name, value in scope["headers"]}
-        path = scope["path"]
+        path = scope["path"].removeprefix(self.prefix) or "/"
         response = StubResponse(send)
         if path == "/":
             await (await self.page.respond())(scope, receive, send)
