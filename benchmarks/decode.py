@@ -105,21 +105,21 @@ def load(shape, quantization=None, **keys):
     from maxtext import LLM
 
     sizes = SHAPES[shape]
-    keys |= {"quantization": quantization} if quantization else {}
-    return LLM.load(
-        "default",
-        base_emb_dim=sizes["embed"],
-        base_num_decoder_layers=sizes["layers"],
-        head_dim=HEAD,
-        base_num_query_heads=sizes["heads"],
-        base_num_kv_heads=sizes["kv_heads"],
-        base_mlp_dim=sizes["mlp"],
-        vocab_size=sizes["vocabulary"],
-        dtype="bfloat16",
-        weight_dtype="bfloat16",
-        max_target_length=2048,
+    settings = {
+        "base_emb_dim": sizes["embed"],
+        "base_num_decoder_layers": sizes["layers"],
+        "head_dim": HEAD,
+        "base_num_query_heads": sizes["heads"],
+        "base_num_kv_heads": sizes["kv_heads"],
+        "base_mlp_dim": sizes["mlp"],
+        "vocab_size": sizes["vocabulary"],
+        "dtype": "bfloat16",
+        "weight_dtype": "bfloat16",
+        "max_target_length": 2048,
+        **({"quantization": quantization} if quantization else {}),
         **keys,
-    )
+    }
+    return LLM.load("default", **settings)
 
 
 def run_maxtext(shape, batch, length, new, quantization=None):

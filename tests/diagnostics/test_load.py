@@ -5,6 +5,7 @@ and a server with known delays.
 import asyncio
 import itertools
 import json
+import math
 import statistics
 
 import numpy as np
@@ -185,6 +186,14 @@ def test_open_loop_does_not_wait_for_responses():
     starts = [each.started_at - result.started_at for each in result.records]
     planned = list(itertools.islice(arrival_times(200, 0), 20))
     assert all(start >= plan - 1e-3 for start, plan in zip(starts, planned, strict=True))
+
+
+def test_infinite_rate_sends_all_at_once():
+    with run_stub(first_delay=0.3) as (stub, url):
+        workload = Workload(rate=math.inf, num_requests=50, prompt_tokens=(2, 2), new_tokens=(1, 1))
+        result = run(url, workload)
+    assert (len(result.records), stub.most_open) == (50, 50)
+    assert not [each.error for each in result.records if each.error]
 
 
 def test_duration_ends_arrivals():

@@ -11,7 +11,7 @@ import json
 import math
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -177,7 +177,7 @@ class LoadGenerator:
     async def closed_loop(self, streams: int) -> None:
         async def run_stream() -> None:
             while self.is_open():
-                await self.send()
+                await self.send_next()
 
         await asyncio.gather(*(run_stream() for _ in range(streams)))
 
@@ -191,7 +191,7 @@ class LoadGenerator:
                 await asyncio.sleep(delay)
             if not self.is_open():
                 break
-            tasks.add(asyncio.create_task(self.send()))
+            tasks.add(asyncio.create_task(self.send_next()))
         await asyncio.gather(*tasks)
 
     def is_open(self) -> bool:
@@ -201,11 +201,12 @@ class LoadGenerator:
         assert self.workload.duration is not None
         return time.perf_counter() < self.result.started_at + self.workload.duration
 
-    async def send(self) -> None:
+    def send_next(self) -> Coroutine[Any, Any, RequestRecord]:
+        """Send the next request, which counts from now on, though the task may start later."""
         data, prompt_tokens, new_tokens = next(self.encoded)
         record = RequestRecord(prompt_tokens, new_tokens)
         self.result.records.append(record)
-        await self.client.send(data, record)
+        return self.client.send(data, record)
 
     async def tick(self) -> None:
         while True:
