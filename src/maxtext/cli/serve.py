@@ -84,7 +84,7 @@ def run(args: list[str]) -> int:
 def serve(parsed: ServeArguments, model: ResolvedModel, listener: socket.socket) -> int:
     """Load the model and serve it until a signal comes; returns the exit code."""
     from maxtext.inference.server.app import build_app
-    from maxtext.inference.server.lifecycle import HttpServer, wait_until_stopped
+    from maxtext.inference.server.lifecycle import HttpServer, tune_interpreter, wait_until_stopped
 
     session = load_session(model)
     if parsed.options.log_requests:
@@ -98,6 +98,7 @@ def serve(parsed: ServeArguments, model: ResolvedModel, listener: socket.socket)
             signals.interrupt_now(number)
         stop.set()
 
+    tune_interpreter()
     with signals.call_on_signals(on_signal):
         server.start()
         progress.stop()

@@ -26,6 +26,7 @@ class ActiveRequest:
     ):
         self.metrics = metrics
         self.streams: list[AsyncCompletionStream] = []
+        self.started: set[int] = set()  # prompts with a delta
         self.last_delta_at: dict[tuple[int, int], float] = {}  # by prompt and choice
         try:
             for each in prepared:
@@ -89,7 +90,8 @@ class ActiveRequest:
         """Record a delta in the metrics."""
         now, stream = time.monotonic(), self.streams[index]
         key = index, delta.choice
-        if not any(prompt == index for prompt, _ in self.last_delta_at):
+        if index not in self.started:
+            self.started.add(index)
             self.metrics.start(len(stream.prompt_ids), now - stream.submitted_at)
         if key in self.last_delta_at and delta.token_ids:
             self.metrics.add_tokens(len(delta.token_ids), now - self.last_delta_at[key])

@@ -36,6 +36,7 @@ from maxtext.inference.session import PreparedRequest
 from maxtext.inference.validation import RequestError, check_token_ids
 
 BODY_SECONDS = 30.0  # to receive a body
+MAX_SHORT_PROMPT = 2000  # characters or token ids
 MAX_IGNORED_SHOWN = 20  # names of fields in a header
 
 
@@ -177,7 +178,10 @@ class Endpoints:
             parsed = parse(body)
             return parsed, [self.model.engine.prepare(each) for each in parsed.requests]
 
-        parsed, prepared = await asyncio.to_thread(prepare)
+        if has_long_preparation(body):
+            parsed, prepared = await asyncio.to_thread(prepare)
+        else:
+            parsed, prepared = prepare()
         timeout = self.options.request_timeout or None
         active = ActiveRequest(self.model.engine, prepared, self.metrics, timeout)
         self.metrics.count_choices(parsed.num_choices)
@@ -253,6 +257,20 @@ class Endpoints:
             message = "the client closed the connection"
             raise ApiError(CLIENT_CLOSED_REQUEST, message) from error
         return parse_body(bytes(data))
+
+
+def has_long_preparation(body: Body) -> bool:
+    """Whether to parse a request in a thread: a chat template is a program, a grammar is compiled,
+    and long texts take a while to tokenize. For short prompts the thread would take longer.
+    """
+    prompt = body.get("prompt")
+    return (
+        not isinstance(prompt, str | list)
+        or len(prompt) > MAX_SHORT_PROMPT
+        or (isinstance(prompt, list) and not all(isinstance(each, int) for each in prompt))
+        or "response_format" in body
+        or "structured_outputs" in body
+    )
 
 
 def ignored_header(names: Sequence[str]) -> dict[str, str]:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -22,10 +23,11 @@ EVENT_HEADERS = {
     "X-Accel-Buffering": "no",  # proxies forward events at once
 }
 DONE = b"data: [DONE]\n\n"
+JSON_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
 
 def encode_json(content: Any) -> bytes:
-    return json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
+    return JSON_ENCODER.encode(content).encode("utf-8", "replace")
 
 
 def encode_event(content: Any) -> bytes:
@@ -79,15 +81,16 @@ class EventStreamResponse(Response):
         del self.headers["content-length"]
         self.events = events
         self.on_error = on_error
-        self.next_event: asyncio.Task[bytes | None] = asyncio.create_task(self.take())
+        self.first_event: asyncio.Task[bytes | None] = asyncio.create_task(self.take())
+        self.sent_at = time.monotonic()
 
     async def take(self) -> bytes | None:
         return await anext(self.events, None)
 
     async def start(self) -> "EventStreamResponse":
         """Wait for the first event, up to FIRST_EVENT_SECONDS. Raises its error."""
-        await asyncio.wait({self.next_event}, timeout=FIRST_EVENT_SECONDS)
-        if self.next_event.done() and (error := self.next_event.exception()) is not None:
+        await asyncio.wait({self.first_event}, timeout=FIRST_EVENT_SECONDS)
+        if self.first_event.done() and (error := self.first_event.exception()) is not None:
             raise error
         return self
 
@@ -98,24 +101,35 @@ class EventStreamResponse(Response):
     async def send_events(self, send: Send) -> None:
         headers = self.raw_headers
         await send({"type": "http.response.start", "status": 200, "headers": headers})
+        keep_alive = asyncio.create_task(self.keep_alive(send))
         try:
-            while True:
-                done, _ = await asyncio.wait({self.next_event}, timeout=KEEP_ALIVE_SECONDS)
-                event = self.next_event.result() if done else b": keep-alive\n\n"
-                if event is None:
-                    break
-                if done:
-                    self.next_event = asyncio.create_task(self.take())
-                await send({"type": "http.response.body", "body": event, "more_body": True})
+            event = await self.first_event
+            while event is not None:
+                await self.send_event(send, event)
+                # A task with a timeout for each event would cost as much as all else together.
+                event = await anext(self.events, None)
         except Exception as error:
-            event = encode_event(self.on_error(error).body())
-            await send({"type": "http.response.body", "body": event, "more_body": True})
+            await self.send_event(send, encode_event(self.on_error(error).body()))
         finally:
+            keep_alive.cancel()
             await self.close()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
+    async def send_event(self, send: Send, event: bytes) -> None:
+        self.sent_at = time.monotonic()
+        await send({"type": "http.response.body", "body": event, "more_body": True})
+
+    async def keep_alive(self, send: Send) -> None:
+        """Send a comment whenever nothing was sent for KEEP_ALIVE_SECONDS."""
+        while True:
+            seconds = self.sent_at + KEEP_ALIVE_SECONDS - time.monotonic()
+            if seconds > 0:
+                await asyncio.sleep(seconds)
+            else:
+                await self.send_event(send, b": keep-alive\n\n")
+
     async def close(self) -> None:
         """Cancel what the engine still works on."""
-        self.next_event.cancel()
-        await asyncio.gather(self.next_event, return_exceptions=True)
+        self.first_event.cancel()
+        await asyncio.gather(self.first_event, return_exceptions=True)
         await self.events.aclose()

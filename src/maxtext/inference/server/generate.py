@@ -1,17 +1,16 @@
 """Runs a request on the engine and writes its response, whole or as events."""
 
 import time
-import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from typing import Any
 
 from maxtext.inference.logprobs import TokenLogprobs
 from maxtext.inference.requests import Completion, CompletionDelta
 from maxtext.inference.server.active import ActiveRequest
 from maxtext.inference.server.choices import ChoiceFormatter, Json, Usage
-from maxtext.inference.server.events import DONE, encode_event
+from maxtext.inference.server.events import DONE, encode_event, encode_json
 from maxtext.inference.server.fields import ApiRequest
+from maxtext.inference.server.ids import new_id
 from maxtext.inference.server.model import ServedModel
 
 PromptLogprobs = Sequence[TokenLogprobs | None]
@@ -44,7 +43,7 @@ class ResponseWriter:
             )
         )
         self.head: Json = {
-            "id": f"{prefix}-{uuid.uuid4().hex}",
+            "id": f"{prefix}-{new_id()}",
             "object": kind,
             "created": int(time.time()),
             "model": request.model,
@@ -70,6 +69,7 @@ class ResponseWriter:
         """The response as server-sent events, one write for what a step of the engine adds."""
         if self.request.is_chat:
             self.head["object"] = "chat.completion.chunk"
+        self.encoded_head = encode_json(self.head)[:-1] + b',"choices":['  # of every chunk
         async with aclosing(self.active.deltas()) as deltas:
             async for prompt, delta in deltas:
                 self.usage.completion_tokens += len(delta.token_ids)
@@ -109,8 +109,8 @@ class ResponseWriter:
         ]
 
     def encode_chunk(self, choice: Json) -> bytes:
-        chunk: dict[str, Any] = {**self.head, "choices": [choice]}
+        parts = [b"data: ", self.encoded_head, encode_json(choice), b"]"]
         if self.request.include_usage:
-            continuous = self.request.continuous_usage
-            chunk["usage"] = self.usage.to_json() if continuous else None
-        return encode_event(chunk)
+            usage = self.usage.to_json() if self.request.continuous_usage else None
+            parts += [b',"usage":', encode_json(usage)]
+        return b"".join([*parts, b"}\n\n"])

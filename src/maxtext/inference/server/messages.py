@@ -1,9 +1,9 @@
 """How the text of a completion becomes the message of a chat."""
 
-import uuid
 from dataclasses import dataclass, field
 from typing import Any
 
+from maxtext.inference.server.ids import new_id
 from maxtext.inference.server.message_parsers import (
     MessageDelta,
     MessageParser,
@@ -63,7 +63,7 @@ class MessageBuilder:
                 "tool_calls": [{"index": delta.index, "function": {"arguments": delta.arguments}}]
             }
         function = {"name": delta.name, "arguments": delta.arguments}
-        call = {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
+        call = {"id": f"call_{new_id()[:24]}", "type": "function", "function": function}
         self.calls.append(call)
         return {"tool_calls": [{"index": delta.index, **call, "function": dict(function)}]}
 

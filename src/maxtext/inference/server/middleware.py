@@ -6,7 +6,6 @@ has left.
 
 import hmac
 import re
-import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from maxtext.common.log import LOGGER
 from maxtext.inference.server.errors import ApiError
 from maxtext.inference.server.events import Receive, Send, error_response
+from maxtext.inference.server.ids import new_id
 from maxtext.inference.server.metrics import ServerMetrics
 
 AsgiApp = Callable[[Any, Receive, Send], Awaitable[None]]
@@ -38,7 +38,7 @@ class RequestMiddleware:
             await self.app(scope, receive, send)
             return
         given = Headers(scope=scope).get("x-request-id", "")
-        request_id = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        request_id = given if REQUEST_ID.fullmatch(given) else new_id()
         scope.setdefault("state", {})["request_id"] = request_id
         status = 0
 

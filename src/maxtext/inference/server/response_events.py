@@ -1,7 +1,6 @@
 """The response to /v1/responses: output items, whole or as events."""
 
 import time
-import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
@@ -11,6 +10,7 @@ from maxtext.inference.server.active import ActiveRequest
 from maxtext.inference.server.choices import Json, finish
 from maxtext.inference.server.events import encode_json
 from maxtext.inference.server.fields import ApiRequest
+from maxtext.inference.server.ids import new_id
 from maxtext.inference.server.message_parsers import MessageDelta
 from maxtext.inference.server.model import ServedModel
 
@@ -32,7 +32,7 @@ class OutputItems:
         if delta.index is not None:
             events = []
             if delta.name is not None:
-                call_id = f"call_{uuid.uuid4().hex[:24]}"
+                call_id = f"call_{new_id()[:24]}"
                 fields = {"call_id": call_id, "name": delta.name, "arguments": ""}
                 events += self.open_item("function_call", fields)
             return events + (self.add_arguments(delta.arguments) if delta.arguments else [])
@@ -58,7 +58,7 @@ class OutputItems:
     def open_item(self, kind: str, fields: Json) -> list[Event]:
         events = self.close()
         item = {
-            "id": f"{PREFIXES[kind]}_{uuid.uuid4().hex}",
+            "id": f"{PREFIXES[kind]}_{new_id()}",
             "type": kind,
             "status": "in_progress",
             **fields,
@@ -119,7 +119,7 @@ class ResponsesWriter:
         self.completion: Completion | None = None
         self.sequence_number = 0
         self.head: Json = {
-            "id": f"resp_{uuid.uuid4().hex}",
+            "id": f"resp_{new_id()}",
             "object": "response",
             "created_at": int(time.time()),
             "model": request.model,
