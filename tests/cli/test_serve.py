@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import urllib.request
+from pathlib import Path
 
 import pytest
 
@@ -53,6 +54,14 @@ def test_flags():
             "lora",
             "--request-timeout",
             "0",
+            "--no-tools",
+            "--log-prompts",
+            "--tool-call-parser",
+            "mistral",
+            "--reasoning-parser=none",
+            "--allow-lora-updates",
+            "--lora-root",
+            "/",
             "--default-chat-template-kwargs",
             '{"enable_thinking":false}',
             "--generation-config",
@@ -65,10 +74,22 @@ def test_flags():
     assert parsed.options.cors_origins == ["http://page.test"]
     assert parsed.options.log_requests
     assert not parsed.options.has_page
+    assert parsed.options.log_prompts
+    assert not parsed.options.allows_tools
+    assert (parsed.tool_parser, parsed.reasoning_parser) == ("mistral", "none")
+    assert parsed.options.adapter_root == Path("/")
     assert parsed.options.request_timeout == 0
     assert parsed.template_defaults == {"enable_thinking": False}
     assert not parsed.uses_generation_config
     assert parsed.overrides == ["attention=paged", "lora_input_adapters_path=lora"]
+
+
+def test_names_of_adapters():
+    """A key of base.yml ends them."""
+    args = ["m", "--lora", "a=x/1", "B=x/2=3", "dtype=float32", "--lora=c=d", "attention=paged"]
+    parsed = parse_arguments(args)
+    assert parsed.adapters == {"a": "x/1", "B": "x/2=3", "c": "d"}
+    assert parsed.overrides == ["dtype=float32", "attention=paged"]
 
 
 @pytest.mark.parametrize(
@@ -82,6 +103,12 @@ def test_flags():
         (["x", "--uds", "s", "--port", "1"], "in place of"),
         (["x", "--generation-config", "yes"], "auto or none"),
         (["x", "--default-chat-template-kwargs", "[]"], "JSON object"),
+        (["x", "--reasoning-parser", "deep"], "think or gpt_oss or none"),
+        (["x", "--lora", "a"], "NAME=DIR"),
+        (["x", "--lora", "x=d"], "name of the model"),
+        (["x", "--lora", "a=d", "--adapter", "e"], "two ways"),
+        (["x", "--allow-lora-updates"], "both or neither"),
+        (["x", "--allow-lora-updates", "--lora-root", "/nowhere"], "no folder"),
         (["x", "--workers", "2"], "unknown argument '--workers'"),
         (["x", "y"], "unknown argument 'y'"),
     ],

@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 from maxtext.inference.detokenizer import Detokenizer
-from maxtext.inference.requests import ReasoningSpan
+from maxtext.inference.processing import visible_token_ids
+from maxtext.inference.requests import GenerationRequest, ReasoningSpan
+from maxtext.inference.sampling_params import SamplingParams
 from maxtext.tokenizers import ByteTokenizer, open_tokenizer
 from maxtext.tokenizers.boundaries import every_boundary
 from tests.tokenizers.tiny import (
@@ -254,6 +256,13 @@ def test_visible_special_tokens_are_part_of_the_text(kind, tokenizers):
             detokenizer.add([token])
         detokenizer.add([], last=True)
         assert detokenizer.text == expected
+
+
+def test_special_tokens_that_a_request_shows(tokenizers):
+    tokenizer = tokenizers["byte-level"]
+    for skips, expected in ((True, frozenset()), (False, tokenizer.special_ids)):
+        request = GenerationRequest("x", SamplingParams(skip_special_tokens=skips))
+        assert visible_token_ids(request, tokenizer) == expected
 
 
 def test_random_texts_and_stops():

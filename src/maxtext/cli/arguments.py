@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Collection
 
 from maxtext.common.errors import ConfigError
 from maxtext.common.files import REMOTE, path_problem
@@ -51,16 +52,22 @@ def take_value(args: list[str], option: str) -> str | None:
     return None
 
 
-def take_values(args: list[str], option: str) -> list[str]:
+def take_values(args: list[str], option: str, keys: Collection[str] | None = None) -> list[str]:
     """Remove every `--option value ...` from the arguments and return the values. They end with the
-    next option or key=value argument; the first may be anything.
+    next option or key=value argument, where the key is one of `keys`, if these are given; the first
+    may be anything.
     """
+
+    def is_setting(arg: str) -> bool:
+        match = re.match(r"([a-z][a-z0-9_]*)=", arg)
+        return match is not None and (keys is None or match[1] in keys)
+
     values: list[str] = []
     while (index := find_option(args, option)) is not None:
         first = take_value(args, option)
         assert first is not None, "the option was found"
         values.append(first)
-        while index < len(args) and not re.match(r"-|[a-z][a-z0-9_]*=", args[index]):
+        while index < len(args) and not args[index].startswith("-") and not is_setting(args[index]):
             values.append(args.pop(index))
     return values
 

@@ -195,7 +195,12 @@ DIR                          a Hugging Face folder or org/name of its Hub, a con
                              of the names of metrics
 --protect-metrics            /metrics needs a key, too
 --strict-fields              unknown fields of a request are errors
+--lora NAME=DIR ...          adapters by name, instead of --adapter
+--allow-lora-updates, --lora-root DIR
+                             let requests load adapters below DIR, and drop adapters
+--no-tools                   tools in a request are errors
 --log-requests               log a line for each request, without its text
+--log-prompts                log the prompts, too
 --no-page                    no chat page at /
 key=value                    any key of base.yml; per_device_batch_size requests run at a time,
                              with max_target_length tokens each""",

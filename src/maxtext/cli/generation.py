@@ -162,8 +162,12 @@ def resolve_model(path: str, file: str | None, args: Sequence[str]) -> ResolvedM
     return ResolvedModel(path, config, checkpoint)
 
 
-def load_session(model: ResolvedModel, text: bool = True) -> GenerationSession:
-    """Load the weights and, unless `text` is false, the tokenizer of a model."""
+def load_session(
+    model: ResolvedModel, text: bool = True, adapters: Mapping[str, str] | None = None
+) -> GenerationSession:
+    """Load the weights and, unless `text` is false, the tokenizer of a model. `adapters` are
+    folders by name, by default those at lora_input_adapters_path.
+    """
     start = time.perf_counter()
     log.configure(level=logging.WARNING)
     configure_jax(model.config)
@@ -173,7 +177,7 @@ def load_session(model: ResolvedModel, text: bool = True) -> GenerationSession:
     if model.checkpoint is None:
         note(f"{model.path} is a name, not a checkpoint: its weights are random, so is its text")
     with loading_status(model.path) as report:
-        llm = LLM.from_config(model.config, model.checkpoint, report)
+        llm = LLM.from_config(model.config, model.checkpoint, report, adapters=adapters)
     if text and model.config.tokenizer_path and llm.tokenizer is None:
         llm.tokenizer = load_tokenizer(model.config)
     return GenerationSession(llm, model.config, model.path, time.perf_counter() - start)

@@ -24,10 +24,11 @@ from maxtext.common.errors import ConfigError
 from maxtext.common.extras import require
 from maxtext.common.hub import model_name
 from maxtext.common.log import LOGGER
+from maxtext.configs.types import MaxTextConfig
 
 if TYPE_CHECKING:
     from maxtext.inference.server.app import ServerOptions
-    from maxtext.inference.server.lifecycle import Tls
+    from maxtext.inference.server.lifecycle import HttpServer, Tls
     from maxtext.inference.server.model import ServedModel
 
 KEY_VARIABLE = "MAXTEXT_API_KEY"
@@ -55,6 +56,7 @@ class ServeArguments:
     uses_generation_config: bool
     tool_parser: str | None  # None: by the chat template
     reasoning_parser: str | None
+    adapters: dict[str, str]  # folders by name
     tls: "Tls"
     options: "ServerOptions"
 
@@ -82,15 +84,27 @@ def run(args: list[str]) -> int:
 
 
 def serve(parsed: ServeArguments, model: ResolvedModel, listener: socket.socket) -> int:
-    """Load the model and serve it until a signal comes; returns the exit code."""
+    """Listen, load the model and serve it until a signal comes; returns the exit code."""
     from maxtext.inference.server.app import build_app
-    from maxtext.inference.server.lifecycle import HttpServer, tune_interpreter, wait_until_stopped
+    from maxtext.inference.server.lifecycle import HttpServer, LoadingApp
 
-    session = load_session(model)
-    if parsed.options.log_requests:
-        LOGGER.setLevel(logging.INFO)
-    served = build_model(parsed, session)
-    server = HttpServer(build_app(served, parsed.options), listener, parsed.tls)
+    app = LoadingApp()
+    server = HttpServer(app, listener, parsed.tls)
+    server.start()  # probes see that the model is loading
+    try:
+        session = load_session(model, adapters=parsed.adapters or None)
+        if parsed.options.log_requests or parsed.options.log_prompts:
+            LOGGER.setLevel(logging.INFO)
+        served = build_model(parsed, session)
+        app.app = build_app(served, parsed.options)
+        return serve_until_signal(parsed, served, server)
+    finally:
+        server.stop()
+
+
+def serve_until_signal(parsed: ServeArguments, served: "ServedModel", server: "HttpServer") -> int:
+    from maxtext.inference.server.lifecycle import tune_interpreter, wait_until_stopped
+
     stop = threading.Event()
 
     def on_signal(number: int) -> None:
@@ -100,9 +114,8 @@ def serve(parsed: ServeArguments, model: ResolvedModel, listener: socket.socket)
 
     tune_interpreter()
     with signals.call_on_signals(on_signal):
-        server.start()
         progress.stop()
-        print_ready(parsed, served, listener)
+        print_ready(parsed, served, server.listener)
         is_clean = wait_until_stopped(stop, lambda: served.engine.status != "engine_failed", server)
         if is_clean:
             is_clean = served.engine.drain(parsed.drain_timeout)
@@ -184,6 +197,7 @@ def parse_arguments(args: list[str]) -> ServeArguments:
     template_defaults = parse_template_defaults(
         arguments.take_value(args, "--default-chat-template-kwargs")
     )
+    adapters = take_adapters(args, bool(adapter))
     tool_parser = arguments.take_option(args, "--tool-call-parser", tool_parsers.PARSERS)
     reasoning_parser = arguments.take_option(args, "--reasoning-parser", reasoning.PARSERS)
     options = parse_options(args)
@@ -193,19 +207,23 @@ def parse_arguments(args: list[str]) -> ServeArguments:
             f"unknown argument {unknown[0]!r}; `maxtext serve --help` lists the flags, and settings"
             " are written key=value"
         )
+    names = names or [model_name(path)]
+    if taken := sorted(set(names) & set(adapters)):
+        raise ConfigError(f"--lora {taken[0]}=… has the name of the model: give it its own")
     return ServeArguments(
         path=path,
         overrides=args + adapter,
         host=host or "127.0.0.1",
         port=8000 if port is None else port,
         uds=uds,
-        names=names or [model_name(path)],
+        names=names,
         max_queue=1024 if max_queue is None else max_queue,
         drain_timeout=30.0 if drain_timeout is None else drain_timeout,
         template_defaults=template_defaults,
         uses_generation_config=source != "none",
         tool_parser=tool_parser,
         reasoning_parser=reasoning_parser,
+        adapters=adapters,
         tls=tls,
         options=options,
     )
@@ -231,10 +249,41 @@ def parse_options(args: list[str]) -> "ServerOptions":
         protect_metrics=arguments.take_flag(args, "--protect-metrics"),
         strict_fields=arguments.take_flag(args, "--strict-fields"),
         log_requests=arguments.take_flag(args, "--log-requests"),
+        log_prompts=arguments.take_flag(args, "--log-prompts"),
+        allows_tools=not arguments.take_flag(args, "--no-tools"),
+        adapter_root=take_adapter_root(args),
         root_path=arguments.take_value(args, "--root-path") or "",
         has_page=not arguments.take_flag(args, "--no-page"),
         **{name: value for name, value in numbers.items() if value is not None},
     )
+
+
+def take_adapters(args: list[str], has_others: bool) -> dict[str, str]:
+    """The folders of `--lora NAME=DIR ...` by name."""
+    adapters: dict[str, str] = {}
+    keys = MaxTextConfig.model_fields
+    for text in arguments.take_values(args, "--lora", keys):
+        name, _, folder = text.partition("=")
+        if not name or not folder or name in adapters:
+            raise ConfigError(f"--lora takes NAME=DIR with names of their own, not {text!r}")
+        adapters[name] = folder
+    if adapters and has_others:
+        raise ConfigError("--adapter and --lora name the adapters in two ways: give one of them")
+    return adapters
+
+
+def take_adapter_root(args: list[str]) -> Path | None:
+    """The folder below which requests may load adapters, if they may."""
+    is_allowed = arguments.take_flag(args, "--allow-lora-updates")
+    root = arguments.take_value(args, "--lora-root")
+    if is_allowed != (root is not None):
+        raise ConfigError("--allow-lora-updates and --lora-root go together: give both or neither")
+    if root is None:
+        return None
+    folder = Path(root).expanduser()
+    if not folder.is_dir():
+        raise ConfigError(f"--lora-root {root} is no folder")
+    return folder
 
 
 def parse_template_defaults(text: str | None) -> dict[str, Any]:

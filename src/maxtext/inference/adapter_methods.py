@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from maxtext.checkpoint.adapters import Adapter
 from maxtext.checkpoint.open import Checkpoint
 from maxtext.checkpoint.peft_folder import read_adapter, write_adapter
 from maxtext.checkpoint.weights import ParamInfo
@@ -50,9 +51,17 @@ class AdapterMethods:
     def load_adapter(self, folder: str | os.PathLike, name: str | None = None) -> None:
         """Load one more PEFT folder. Nothing is compiled again if it has no more than the adapters
         that the model was built for: layers, ranks, DoRA, modules saved in full."""
-        adapter = read_adapter(folder, self.config)
-        self.adapters.add(name or local_path(folder).name, adapter)
-        self.update_adapters()
+        self.add_adapter(name or local_path(folder).name, read_adapter(folder, self.config))
+
+    def add_adapter(self, name: str, adapter: Adapter) -> None:
+        """Serve an adapter by a name. Raises UserError, and changes nothing, if that is not
+        possible."""
+        self.adapters.add(name, adapter)
+        try:
+            self.update_adapters()
+        except BaseException:
+            self.adapters.remove(name)
+            raise
 
     def drop_adapter(self, name: str) -> None:
         """Free the slot of an adapter."""

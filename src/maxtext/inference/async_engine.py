@@ -11,12 +11,14 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from maxtext.common.log import LOGGER
 from maxtext.inference.llm import LLM
 from maxtext.inference.requests import GenerationRequest
+from maxtext.inference.sequence import Sequence
 from maxtext.inference.session import EngineSession, PreparedRequest
 from maxtext.inference.streams import (
     END,
@@ -49,6 +51,8 @@ class EngineStats:
     prefix_cache_queries: int = 0  # in tokens
     prefix_cache_hits: int = 0
     generation_tokens: int = 0
+    running_adapters: tuple[str, ...] = ()  # that running sequences use
+    waiting_adapters: tuple[str, ...] = ()
 
 
 class AsyncEngine:
@@ -79,6 +83,7 @@ class AsyncEngine:
         self.idle = threading.Event()  # no request is open
         self.idle.set()
         self.stats = EngineStats()
+        self.on_step: Callable[[int], None] | None = None  # gets the number of tokens of a step
         # The rest belongs to the thread.
         self.session = EngineSession(self.engine, llm.tokenizer)
         self.streams: dict[int, BaseStream] = {}
@@ -89,6 +94,9 @@ class AsyncEngine:
         self.seconds_per_request = 1.0  # that leaves the engine, as a moving average
         self.finished_at = time.monotonic()
         self.stopping = False
+        self.updates: list[tuple[Callable[[], None], Future[None]]] = []
+        # Requests that wait for an update, by id.
+        self.held: dict[int, PreparedRequest] = {}
         self.thread = threading.Thread(target=self.run, name="maxtext-engine", daemon=True)
         self.thread.start()
 
@@ -150,6 +158,14 @@ class AsyncEngine:
         """Drop a request. Its slots and blocks are free after the step in progress."""
         self.commands.put(lambda: self.end(request_id, END))
 
+    def update(self, function: Callable[[], None]) -> Future[None]:
+        """Call a function that changes the model, such as one that loads an adapter, when the
+        requests that are running now have finished. Requests that come meanwhile wait.
+        """
+        future: Future[None] = Future()
+        self.commands.put(lambda: self.updates.append((function, future)))
+        return future
+
     def drain(self, timeout: float) -> bool:
         """Accept no more requests, drop those that wait, and wait for the running ones. After
         `timeout` seconds these are dropped, too; returns whether all of them were finished.
@@ -182,12 +198,15 @@ class AsyncEngine:
             with self.engine.lease():
                 self.serve()
             self.recover()
+            self.run_updates()
         self.end_all(self.draining_error())
         self.publish()
 
     def serve(self) -> None:
-        """Run commands and steps until the engine fails or is closed."""
+        """Run commands and steps until the engine fails or is closed, or an update can run."""
         while not self.stopping and not self.engine.failed:
+            if self.updates and not self.session.has_unfinished:
+                return
             try:
                 self.run_commands(wait=not self.session.has_unfinished)
                 if self.session.has_unfinished:
@@ -198,8 +217,34 @@ class AsyncEngine:
                 self.engine.failed = True
             self.publish()
 
+    def run_updates(self) -> None:
+        updates, self.updates = self.updates, []
+        for function, future in updates:
+            try:
+                if self.stopping:
+                    raise self.draining_error()
+                function()
+                future.set_result(None)
+            except Exception as error:
+                future.set_exception(error)
+        if not self.stopping and self.engine.programs is not self.llm.programs:
+            self.engine.executor.release()
+            self.replace_engine()
+        held, self.held = self.held, {}
+        for request_id, prepared in held.items():
+            self.start(self.streams[request_id], prepared)
+
+    def replace_engine(self) -> None:
+        self.generation_tokens += self.session.num_generated
+        self.engine = self.llm.engine_for(*self.size)
+        self.session = EngineSession(self.engine, self.llm.tokenizer)
+
     def step(self) -> None:
+        num_before = self.engine.num_prefilled + self.session.num_generated
         deltas = self.session.step()
+        if self.on_step is not None:
+            num_tokens = self.engine.num_prefilled + self.session.num_generated
+            self.on_step(num_tokens - num_before)
         streams = [self.streams[delta.index] for delta in deltas]
         for stream, delta in zip(streams, deltas, strict=True):
             stream.num_put += item_size(delta)
@@ -222,7 +267,15 @@ class AsyncEngine:
 
     def start(self, stream: BaseStream, prepared: PreparedRequest) -> None:
         self.streams[stream.request_id] = stream
-        self.session.add(stream.request_id, prepared)
+        adapter = prepared.adapter
+        if self.updates:
+            self.held[stream.request_id] = prepared
+        elif adapter and self.llm.adapters.loaded.get(adapter.name) is not adapter:
+            self.held[stream.request_id] = prepared  # it was never started
+            error = f"the adapter {adapter.name} was dropped"
+            self.end(stream.request_id, EngineError(error, "adapter_dropped"))
+        else:
+            self.session.add(stream.request_id, prepared)
 
     def end(self, request_id: int, item: Any) -> None:
         """Drop a request; `item` is the last of its stream. An unknown id is ignored."""
@@ -230,6 +283,8 @@ class AsyncEngine:
         if stream is None:
             return
         num_unfinished = len(self.session.sequences.get(request_id, ()))
+        if self.held.pop(request_id, None) is not None:
+            num_unfinished = stream.num_choices
         if self.engine.failed:  # its scheduler may be inconsistent
             self.session.sequences.pop(request_id, None)
         else:
@@ -243,6 +298,8 @@ class AsyncEngine:
 
     def drop_waiting(self) -> None:
         """Drop requests of which no choice has started."""
+        for request_id in list(self.held):
+            self.end(request_id, self.draining_error())
         waiting = {sequence.request_id for sequence in self.engine.scheduler.waiting}
         for request_id, sequence_ids in list(self.session.sequences.items()):
             has_finished = len(sequence_ids) < self.streams[request_id].num_choices
@@ -305,9 +362,7 @@ class AsyncEngine:
                 self.status = "engine_failed"
             self.stopping = True
             return
-        self.generation_tokens += self.session.num_generated
-        self.engine = self.llm.engine_for(*self.size)
-        self.session = EngineSession(self.engine, self.llm.tokenizer)
+        self.replace_engine()
 
     def update_stats(self) -> None:
         scheduler, cache = self.engine.scheduler, self.engine.prefix_cache
@@ -321,7 +376,17 @@ class AsyncEngine:
             prefix_cache_queries=cache.hits + cache.misses,
             prefix_cache_hits=cache.hits,
             generation_tokens=self.generation_tokens + self.session.num_generated,
+            running_adapters=self.adapter_names(scheduler.running),
+            waiting_adapters=self.adapter_names(scheduler.waiting),
         )
+
+    def adapter_names(self, sequences: Iterable[Sequence]) -> tuple[str, ...]:
+        """The names of the adapters that these sequences use."""
+        loaded = self.llm.adapters.loaded
+        if not loaded:
+            return ()
+        slots = {sequence.adapter_slot for sequence in sequences}
+        return tuple(sorted(name for name, adapter in loaded.items() if adapter.slot in slots))
 
 
 def put_all(events: Iterable[Event]) -> None:

@@ -99,6 +99,7 @@ class InferenceEngine:
         self.timed = timed and jax.process_count() == 1
         self.leased = False
         self.failed = False
+        self.num_prefilled = 0  # tokens
 
     @property
     def weights(self) -> Any:
@@ -242,6 +243,7 @@ class InferenceEngine:
             if sequence.wants_prompt_logprobs
         )
         for sequence, count in chunks:
+            self.num_prefilled += count
             sequence.num_computed += count
             sequence.in_flight = sequence.is_decoding
             self.scheduler.finished_slots.discard(sequence.slot)  # the program resets the slot

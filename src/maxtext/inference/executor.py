@@ -44,6 +44,11 @@ class Executor:
         # early, a GPU waits for the host before each step.
         self.few_programs = programs.build.platform != "cpu"
 
+    def release(self) -> None:
+        """Free the device's state at once, whoever still refers to it. The weights stay."""
+        for array in jax.tree.leaves((self.state, self.processors)):
+            array.delete()
+
     def prefill(self, batch: PrefillBatch) -> Sampled:
         return self.run(self.programs.prefill, batch)
 

@@ -2,14 +2,18 @@
 transformers.
 """
 
+import asyncio
 import json
 import socket
 import time
+from types import SimpleNamespace
 
 import httpx
 import pytest
 
+from maxtext.common.log import LOGGER
 from maxtext.inference.server import events as events_module
+from maxtext.inference.server.app import Endpoints, ServerOptions, build_app
 from maxtext.inference.server.errors import NOT_FOUND
 from tests.inference.conftest import WORDS
 from tests.inference.server.local_server import KEY, run_server
@@ -273,7 +277,11 @@ def test_errors_have_the_envelope_of_openai(http, openai_client):
     )
     check_error(http.post(completions, content=b" " * 100_001), 413)
     check_error(http.post(completions, content=b"x", headers={"Content-Encoding": "gzip"}), 415)
-    check_error(http.post("/v1/embeddings", json={}), 404)
+    for path in ("/v1/embeddings", "/v1/messages"):
+        check_error(http.post(path, json={}), 404)
+    for path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"):
+        error = check_error(http.post(path, json={"lora_name": "x", "lora_path": "y"}), 403)
+        assert error["type"] == "permission_error"
     too_long = {"prompt": [5] * 125, "max_tokens": 9}
     for stream in (False, True):
         response = http.post(completions, json={**too_long, "stream": stream})
@@ -288,6 +296,24 @@ def test_fields_without_meaning_are_named(http):
     assert response.status_code == 200
     assert response.headers["x-ignored-fields"] == "chat_id"
     assert response.headers["x-request-id"] == "my-id"
+
+
+def test_every_route_needs_a_key(server):
+    """Except for five; other spellings of these are not open, either."""
+    model, url = server
+    open_paths = {"/", "/health", "/ping", "/version", "/metrics"}
+    routes = Endpoints(model, ServerOptions(), SimpleNamespace()).routes()
+    closed = [(method, path) for method, path, _ in routes if path not in open_paths]
+    assert {"/v1/responses", "/v1/load_lora_adapter"} < {path for _, path in closed}
+    tricks = ["/health/../v1/models", "/health%2f..%2fv1/models", "//v1/models", "/v1/models/"]
+    tricks += ["/%2e/v1/models", "/v1/models?x=/health", "/health/v1/models", "/v1/models%00"]
+    address = httpx.URL(url)
+    for method, path in [*closed, *(("GET", path) for path in tricks)]:
+        with socket.create_connection((address.host, address.port), timeout=10) as connection:
+            path = path.replace("{name:path}", "tiny")
+            head = f"{method} {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+            connection.sendall(f"{head}Content-Length: 0\r\n\r\n".encode())
+            assert connection.recv(100).startswith(b"HTTP/1.1 401 "), path
 
 
 def test_keys(server):
@@ -320,6 +346,7 @@ def test_metrics_count_exactly(http):
     names = ("prompt_tokens_total", "generation_tokens_total")
     before = [metric(http, name) for name in names]
     num_length = metric(http, "request_success_total", finished_reason="length")
+    num_computed = metric(http, "iteration_tokens_total_sum")
     usage = post(http, "/v1/completions", **LONG | {"max_tokens": 13})["usage"]
     wait_until_idle(http)
     assert [metric(http, name) - start for name, start in zip(names, before, strict=True)] == [
@@ -329,6 +356,11 @@ def test_metrics_count_exactly(http):
     assert metric(http, "request_success_total", finished_reason="length") == num_length + 1
     assert metric(http, "http_requests_total", path="/v1/completions", status="200") > 0
     assert metric(http, "time_to_first_token_seconds_count") > 0
+    # Prompt and completion, over all steps.
+    total = usage["total_tokens"]
+    assert metric(http, "iteration_tokens_total_sum") - num_computed == total
+    assert metric(http, "cache_config_info", max_model_len="128", max_num_seqs="8") == 1
+    assert metric(http, "lora_requests_info", running_lora_adapters="") == 1
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -348,6 +380,42 @@ def test_client_that_leaves_frees_its_slots(http, server, stream):
     wait_until_idle(http)
     assert metric(http, "generation_tokens_total") - num_tokens < 128 * 120
     assert metric(http, "request_success_total", finished_reason="abort") > num_aborted
+
+
+def post_to_app(model, monkeypatch, body, count=1, **options):
+    """Responses of another application for the same model."""
+    monkeypatch.setattr(model.engine, "on_step", None)  # it belongs to the metrics of the server
+    app = build_app(model, ServerOptions(**options))
+
+    async def send():
+        transport = httpx.ASGITransport(app)
+        headers = {"x-api-key": KEY}
+        async with httpx.AsyncClient(transport=transport, headers=headers) as client:
+            url = "http://test/v1/chat/completions"
+            return [await client.post(url, json=body) for _ in range(count)]
+
+    return asyncio.run(send())
+
+
+@pytest.mark.parametrize("log_prompts", [False, True])
+def test_prompts_are_logged_only_if_wanted(server, monkeypatch, caplog, log_prompts):
+    secret = "w5 w12 w33"
+    body = {"messages": [{"role": "user", "content": secret}], "max_tokens": 1, "chat_id": "w50"}
+    caplog.set_level("INFO", logger=LOGGER.name)
+    options = {"log_requests": True, "log_prompts": log_prompts, "api_keys": [KEY]}
+    for response in post_to_app(server[0], monkeypatch, body, count=2, **options):
+        assert response.status_code == 200
+    assert (secret in caplog.text) == log_prompts
+    assert "POST /v1/chat/completions 200" in caplog.text
+    assert caplog.text.count("ignoring unknown fields of requests: chat_id") == 1
+    assert KEY not in caplog.text
+    assert "w50" not in caplog.text
+
+
+def test_server_without_tools(server, monkeypatch):
+    body = {"messages": MESSAGES, "tools": [{"type": "function", "function": {"name": "f"}}]}
+    (response,) = post_to_app(server[0], monkeypatch, body, allows_tools=False)
+    check_error(response, 400, "unsupported_parameter", "tools")
 
 
 @pytest.mark.slow

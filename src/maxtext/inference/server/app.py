@@ -1,10 +1,12 @@
 """The endpoints of the server."""
 
 import asyncio
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -14,7 +16,9 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from maxtext.common.errors import UserError
+from maxtext.common.log import LOGGER
 from maxtext.inference.server.active import ActiveRequest
+from maxtext.inference.server.adapters import AdapterUpdates
 from maxtext.inference.server.bodies import Body, flag, parse_body, text_field
 from maxtext.inference.server.errors import NOT_FOUND, SERVER_ERROR, ApiError
 from maxtext.inference.server.events import (
@@ -38,6 +42,7 @@ from maxtext.inference.validation import RequestError, check_token_ids
 BODY_SECONDS = 30.0  # to receive a body
 MAX_SHORT_PROMPT = 2000  # characters or token ids
 MAX_IGNORED_SHOWN = 20  # names of fields in a header
+MAX_IGNORED_LOGGED = 1000
 
 
 @dataclass(frozen=True)
@@ -51,6 +56,9 @@ class ServerOptions:
     protect_metrics: bool = False
     strict_fields: bool = False
     log_requests: bool = False
+    log_prompts: bool = False
+    allows_tools: bool = True
+    adapter_root: Path | None = None  # below which adapters may be loaded; None: no updates
     root_path: str = ""
     has_page: bool = True  # the chat page at /
 
@@ -99,7 +107,11 @@ class Endpoints:
         self.model = model
         self.options = options
         self.metrics = metrics
-        self.parser = RequestParser(model, options.max_logprobs, options.strict_fields)
+        self.parser = RequestParser(
+            model, options.max_logprobs, options.strict_fields, options.allows_tools
+        )
+        self.adapters = AdapterUpdates(model, options.adapter_root)
+        self.ignored_fields: set[str] = set()  # that were logged
 
     def routes(self) -> list[tuple[str, str, Callable[..., Any]]]:
         return [
@@ -113,6 +125,8 @@ class Endpoints:
             ("POST", "/v1/chat/completions", self.chat),
             ("POST", "/v1/responses", self.respond),
             ("POST", "/v1/embeddings", self.embed),
+            ("POST", "/v1/load_lora_adapter", self.load_adapter),
+            ("POST", "/v1/unload_lora_adapter", self.unload_adapter),
             ("POST", "/tokenize", self.tokenize),
             ("POST", "/detokenize", self.detokenize),
             ("GET", "/tokenizer_info", self.tokenizer_info),
@@ -152,6 +166,14 @@ class Endpoints:
     async def embed(self) -> Response:
         raise ApiError(404, "this model generates text: it has no embeddings", NOT_FOUND)
 
+    async def load_adapter(self, request: Request) -> Response:
+        self.adapters.check_allowed()
+        return json_response(await self.adapters.load(await self.read_body(request)))
+
+    async def unload_adapter(self, request: Request) -> Response:
+        self.adapters.check_allowed()
+        return json_response(await self.adapters.unload(await self.read_body(request)))
+
     # Generation.
 
     async def complete(self, request: Request) -> Response:
@@ -182,11 +204,13 @@ class Endpoints:
             parsed, prepared = await asyncio.to_thread(prepare)
         else:
             parsed, prepared = prepare()
+        self.log_request(request.state.request_id, parsed)
         timeout = self.options.request_timeout or None
         active = ActiveRequest(self.model.engine, prepared, self.metrics, timeout)
         self.metrics.count_choices(parsed.num_choices)
         writer = writer_type(self.model, parsed, active)
-        headers = ignored_header(parsed.ignored_fields)
+        names = ", ".join(shown_names(parsed))
+        headers = {"x-ignored-fields": names} if names else {}
         if not parsed.stream:
             response = await run_while_connected(request.receive, writer.whole())
             return json_response(response, headers=headers)
@@ -195,6 +219,19 @@ class Endpoints:
             return ApiError.from_exception(error, request.state.request_id)
 
         return await EventStreamResponse(writer.events(), on_error, headers).start()
+
+    def log_request(self, request_id: str, parsed: ApiRequest) -> None:
+        """Log the prompts, if that is wanted, and names of fields that are ignored for the first
+        time.
+        """
+        if self.options.log_prompts:
+            for each in parsed.requests:
+                text = self.model.tokenizer.decode([int(token) for token in each.prompt])
+                LOGGER.info("%s prompt %s", request_id, json.dumps(text, ensure_ascii=False))
+        names = [name for name in shown_names(parsed) if name not in self.ignored_fields]
+        if names and len(self.ignored_fields) < MAX_IGNORED_LOGGED:
+            self.ignored_fields.update(names)
+            LOGGER.warning("ignoring unknown fields of requests: %s", ", ".join(names))
 
     # Tokens.
 
@@ -273,7 +310,7 @@ def has_long_preparation(body: Body) -> bool:
     )
 
 
-def ignored_header(names: Sequence[str]) -> dict[str, str]:
-    """Names of fields without a meaning here, as a header."""
-    shown = [name for name in names if name.isidentifier() and name.isascii()]
-    return {"x-ignored-fields": ", ".join(shown[:MAX_IGNORED_SHOWN])} if shown else {}
+def shown_names(parsed: ApiRequest) -> list[str]:
+    """Names of ignored fields that can be shown in headers and logs."""
+    names = (name[:60] for name in parsed.ignored_fields)
+    return [name for name in names if name.isidentifier() and name.isascii()][:MAX_IGNORED_SHOWN]

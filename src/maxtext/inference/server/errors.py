@@ -19,6 +19,7 @@ ENGINE_ERRORS = {
     "engine_failed": (503, SERVER_ERROR),
     "request_timeout": (504, "timeout_error"),
     "slow_consumer": (408, INVALID_REQUEST),
+    "adapter_dropped": (404, NOT_FOUND),
 }
 
 

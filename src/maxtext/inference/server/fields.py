@@ -135,9 +135,18 @@ class RequestParser:
     They tokenize and render templates, which takes time: servers call them in a thread.
     """
 
-    def __init__(self, model: ServedModel, max_logprobs: int = 20, strict_fields: bool = False):
-        """`strict_fields`: an unknown name of a field is an error."""
+    def __init__(
+        self,
+        model: ServedModel,
+        max_logprobs: int = 20,
+        strict_fields: bool = False,
+        allows_tools: bool = True,
+    ):
+        """`strict_fields`: an unknown name of a field is an error. Unless `allows_tools`, `tools`
+        are errors.
+        """
         self.model = model
+        self.allows_tools = allows_tools
         self.max_logprobs = max_logprobs
         self.strict_fields = strict_fields
 
@@ -180,6 +189,8 @@ class RequestParser:
             raise RequestError("top_logprobs needs logprobs=true", "top_logprobs")
         logprobs = num_top if wants_logprobs else None
         fields = self.sampling_fields(body) | {"logprobs": logprobs}
+        if body.get("tools") and not self.allows_tools:
+            raise RequestError("this server takes no tools", "tools", "unsupported_parameter")
         tools = parse_tools(body)
         text = self.chat_text(body)
         reasoning = self.reasoning(body, text)

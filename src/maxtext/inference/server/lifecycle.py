@@ -13,6 +13,8 @@ from typing import Any
 
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.common.extras import require
+from maxtext.inference.server.errors import SERVER_ERROR, ApiError
+from maxtext.inference.server.events import error_response
 
 FEATURE = "maxtext serve"
 POLL_SECONDS = 0.1
@@ -94,15 +96,37 @@ def bind_unix(path: str) -> socket.socket:
     return listener
 
 
+class LoadingApp:
+    """An ASGI application that can be served before its model is loaded: until `app` is set, every
+    request gets status 503 with the code `loading`.
+    """
+
+    def __init__(self) -> None:
+        self.app: Any = None
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if self.app is not None:
+            await self.app(scope, receive, send)
+        elif scope["type"] == "http":
+            headers = {"Retry-After": "5"}
+            error = ApiError(
+                503, "the model is loading", SERVER_ERROR, code="loading", headers=headers
+            )
+            await error_response(error)(scope, receive, send)
+
+
 class HttpServer:
     """Serves an ASGI application on a bound socket, in a thread with an event loop of its own."""
 
     def __init__(self, app: Any, listener: socket.socket, tls: Tls | None = None):
         uvicorn = require("uvicorn", FEATURE)
+        from maxtext.inference.server.protocol import LimitedProtocol
+
         tls = tls or Tls()
         config = uvicorn.Config(
             app,
-            http="httptools",
+            http=LimitedProtocol,
+            ws="none",
             loop="uvloop",
             lifespan="off",
             log_config=None,

@@ -29,6 +29,7 @@ HISTOGRAMS = {
     "request_prompt_tokens": ("Tokens of a prompt.", TOKENS),
     "request_generation_tokens": ("Tokens of a completion.", TOKENS),
     "request_params_n": ("Choices of a request.", TOKENS),
+    "iteration_tokens_total": ("Tokens that a step prefills and generates.", TOKENS),
 }
 
 
@@ -62,6 +63,7 @@ class ServerMetrics:
         self.http_requests = counter("http_requests", "HTTP requests.", "path", "status")
         self.rejected = counter("requests_rejected", "Requests that were refused.", "reason")
         self.registry.register(self)
+        engine.on_step = self.histograms["iteration_tokens_total"].observe
 
     def collect(self) -> Iterator[Any]:
         """The state of the engine, as prometheus_client asks for it at each scrape."""
@@ -93,6 +95,33 @@ class ServerMetrics:
                 )
                 metric.add_metric([self.model_name], value)
                 yield metric
+        for name, labels in (
+            ("cache_config_info", self.cache_settings()),
+            ("lora_requests_info", self.adapter_state()),
+        ):
+            metric = self.core.GaugeMetricFamily(
+                f"{self.prefix}:{name}", "Settings and state.", labels=["model_name", *labels]
+            )
+            metric.add_metric([self.model_name, *labels.values()], 1)
+            yield metric
+
+    def cache_settings(self) -> dict[str, str]:
+        engine = self.engine.engine
+        return {
+            "block_size": str(engine.batches.block_size),
+            "num_gpu_blocks": str(self.engine.stats.num_blocks),
+            "max_num_seqs": str(engine.cache_config.slots),
+            "max_model_len": str(engine.max_length),
+            "enable_prefix_caching": str(engine.prefix_cache.enabled),
+        }
+
+    def adapter_state(self) -> dict[str, str]:
+        stats = self.engine.stats
+        return {
+            "max_lora": str(self.engine.llm.adapters.slots),
+            "running_lora_adapters": ",".join(stats.running_adapters),
+            "waiting_lora_adapters": ",".join(stats.waiting_adapters),
+        }
 
     def render(self) -> tuple[bytes, str]:
         """The text of a scrape, and its content type."""

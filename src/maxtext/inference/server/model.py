@@ -40,19 +40,19 @@ class ServedModel:
         """Of prompt and completion together, in tokens."""
         return self.engine.engine.max_length
 
-    def find(self, name: Any) -> tuple[str, str]:
+    def find(self, name: Any, param: str = "model") -> tuple[str, str]:
         """(name in responses, adapter) of the `model` of a request; None is the first. Raises
-        ApiError for an unknown one.
+        ApiError for an unknown one, with the field `param`.
         """
         if name is None or name in self.names:
             return self.names[0], ""
-        if name in self.llm.adapters.loaded:
+        if isinstance(name, str) and name in self.llm.adapters.loaded:
             return name, name
         raise ApiError(
             404,
             f"there is no model {str(name)[:100]!r}; GET /v1/models lists them",
             NOT_FOUND,
-            param="model",
+            param=param,
             code="model_not_found",
         )
 
@@ -64,6 +64,7 @@ class ServedModel:
             "created": self.created,
             "owned_by": "maxtext",
             "root": self.names[0],
+            "parent": None if name in self.names else self.names[0],
             "max_model_len": self.max_length,
         }
 

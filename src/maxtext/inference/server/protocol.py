@@ -1,0 +1,124 @@
+"""uvicorn's protocol for HTTP connections, with limits for slow and large clients.
+
+uvicorn itself waits for heads and bodies of requests, and for readers of responses, without end.
+"""
+
+import asyncio
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from maxtext.inference.server.errors import ApiError
+from maxtext.inference.server.events import encode_json
+
+HEAD_SECONDS = 30.0  # from the connection, or the first byte of a request, to the end of its head
+BODY_SECONDS = 35.0  # from there to the end of the body; the application gives up earlier
+STALL_SECONDS = 30.0  # in which a client reads nothing of a response that waits for it
+MAX_HEAD_BYTES = 64 * 1024
+
+
+class LimitedProtocol(HttpToolsProtocol):
+    """Ends connections whose client exceeds a limit. A request that is not valid HTTP, such as one
+    with both Content-Length and chunks, gets an error with OpenAI's envelope.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.request_timer: asyncio.TimerHandle | None = None
+        self.write_timer: asyncio.TimerHandle | None = None
+        self.in_head = True
+        self.num_head_bytes = 0
+        self.refusal = ApiError(400, "this is no valid HTTP request")
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self.start_request_timer(HEAD_SECONDS)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        for timer in (self.request_timer, self.write_timer):
+            if timer is not None:
+                timer.cancel()
+        super().connection_lost(exc)
+
+    # Requests.
+
+    def start_request_timer(self, seconds: float) -> None:
+        if self.request_timer is not None:
+            self.request_timer.cancel()
+        self.request_timer = self.loop.call_later(seconds, self.end_slow_request)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.in_head:
+            self.num_head_bytes += len(data)
+            if self.num_head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+                self.refuse(self.head_too_large())
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self.in_head = True
+        self.num_head_bytes = 0
+        self.start_request_timer(HEAD_SECONDS)
+
+    def on_headers_complete(self) -> None:
+        size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
+        if size > MAX_HEAD_BYTES:
+            self.refusal = self.head_too_large()
+            raise ValueError("the head is too large")  # the parser stops, see send_400_response
+        self.in_head = False
+        self.start_request_timer(BODY_SECONDS)
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        if self.request_timer is not None:
+            self.request_timer.cancel()
+        super().on_message_complete()
+
+    def end_slow_request(self) -> None:
+        if self.transport.is_closing():
+            return
+        if not self.in_head or not self.num_head_bytes:
+            self.transport.abort()
+            return
+        self.refuse(ApiError(408, f"the head did not come in {HEAD_SECONDS:.0f} seconds"))
+
+    @staticmethod
+    def head_too_large() -> ApiError:
+        return ApiError(431, f"the head of the request is larger than {MAX_HEAD_BYTES} bytes")
+
+    def send_400_response(self, msg: str) -> None:
+        """uvicorn calls it when its parser fails."""
+        self.refuse(self.refusal)
+
+    def refuse(self, error: ApiError) -> None:
+        """Send an error and close the connection; only close it within another response."""
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.transport.abort()
+            return
+        body = encode_json(error.body())
+        headers = b"content-type: application/json\r\nconnection: close\r\ncontent-length: "
+        head = STATUS_LINE[error.status] + headers + str(len(body)).encode() + b"\r\n\r\n"
+        self.transport.write(head + body)
+        self.transport.close()
+
+    # Responses.
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self.start_write_timer()
+
+    def resume_writing(self) -> None:
+        if self.write_timer is not None:
+            self.write_timer.cancel()
+        super().resume_writing()
+
+    def start_write_timer(self) -> None:
+        size = self.transport.get_write_buffer_size()
+        self.write_timer = self.loop.call_later(STALL_SECONDS, self.check_progress, size)
+
+    def check_progress(self, size: int) -> None:
+        """End the connection if the client has read nothing since `size` bytes waited for it."""
+        if self.transport.get_write_buffer_size() >= size:
+            self.transport.abort()
+        else:
+            self.start_write_timer()
