@@ -9,7 +9,7 @@ sets it, torch.compile where it works. Its rows have the same number of tokens, 
 each, so that SDPA needs no masks.
 
 - sft: all weights of the `default` shape (1.1B), 8 x 2048 tokens.
-- lora: rank 16 on all linear layers of an 8B shape, 4 x 4096 tokens.
+- lora: rank 16 on all linear layers of an 8B shape, 4 x 4096 tokens, with full rematerialization.
 - qlora: the same over a base in nf4, 1 x 4096 tokens with full rematerialization; the peer is its
   own LoRA over a bfloat16 base at 1 x 4096.
 - qlora70b: a 70B shape in nf4 on one GPU; without a peer.
@@ -56,7 +56,6 @@ COMMON = [
     "enable_checkpointing=false",
     "enable_tensorboard=false",
     "run_name=finetune",
-    "scan_layers=false",
     "dtype=bfloat16",
     "learning_rate=1e-5",
 ]
@@ -65,14 +64,14 @@ CASES: dict[str, dict[str, Any]] = {
     "sft": dict(shape="1b", rows=8, length=2048, keys=["remat_policy=none"]),
     "lora": dict(
         shape="8b", rows=4, length=4096, lora=True,
-        keys=[*ADAPTERS, "remat_policy=minimal_with_context", "num_vocab_tiling=8"],
+        keys=[*ADAPTERS, "remat_policy=full", "num_vocab_tiling=8"],
     ),
     "qlora": dict(
         shape="8b", rows=1, length=4096, lora=True,
         keys=[*ADAPTERS, "lora_weight_qtype=nf4", "remat_policy=full", "num_vocab_tiling=8"],
     ),
     "qlora70b": dict(
-        shape="70b", rows=1, length=4096, lora=True, peer=False,
+        shape="70b", rows=1, length=4096, lora=True, peer=False, scan=True,
         keys=[*ADAPTERS, "lora_weight_qtype=nf4", "remat_policy=full", "num_vocab_tiling=8"],
     ),
     "dpo": dict(
@@ -155,6 +154,7 @@ def run_ours(case: dict[str, Any], steps: int, folder: Path) -> dict[str, Any]:
         *(f"{key}={value}" for key, value in shape_keys(case["shape"]).items()),
         *case["keys"],
         f"per_device_batch_size={case['rows']}",
+        f"scan_layers={case.get('scan', False)}",
         f"max_target_length={case['length']}",
         f"tokenizer_path={tokenizer}",
         f"grain_train_files={folder / 'rows.jsonl'}",

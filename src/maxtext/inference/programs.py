@@ -43,6 +43,9 @@ from maxtext.sharding import AxisRules, use_rules
 
 NO_TOKEN = -1  # in place of a sampled token: the slot was inactive
 NONFINITE_LOGITS = -2  # in place of a sampled token: the logits were NaN or infinite
+# For GPUs: kernels that do not depend on each other run at the same time, as the matmuls of a layer
+# by its weight and by the A factors of its adapters, which are too small to fill a GPU.
+CONCURRENT_KERNELS = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
 
 
 @jax.tree_util.register_dataclass
@@ -138,7 +141,9 @@ class Programs:
 
     @cached_property
     def decode(self) -> Any:
-        return jax.jit(self.run_decode, donate_argnums=(1, 3))
+        concurrent = self.build.adapters is not None and self.build.platform == "gpu"
+        options = CONCURRENT_KERNELS if concurrent else None
+        return jax.jit(self.run_decode, donate_argnums=(1, 3), compiler_options=options)
 
     @cached_property
     def init_processors(self) -> Any:
