@@ -112,22 +112,28 @@ class Programs:
 
     @cached_property
     def target_logprobs(self) -> Any:
-        """weights, token ids [B, S], the token after each [B, S], lengths [B], adapter ids [B] or
-        None -> `Logprobs` [B, S] of the tokens after each, with the most likely one; without a
-        cache. Logits exist for a few tokens at a time."""
+        """weights, token ids [B, S], the token after each [B, S], lengths [B], K choices of the
+        token after the last [B, K], adapter ids [B] or None -> `Logprobs` [B, S] of the tokens
+        after each, with the most likely one, and the log-probabilities [B, K] of the choices;
+        without a cache. Logits exist for a few tokens at a time."""
 
         def target_logprobs(
             weights: Any,
             token_ids: jax.Array,
             targets: jax.Array,
             lengths: jax.Array,
+            last_targets: jax.Array,
             adapter_ids: jax.Array | None = None,
-        ) -> Logprobs:
+        ) -> tuple[Logprobs, jax.Array]:
             positions = jnp.broadcast_to(jnp.arange(token_ids.shape[1]), token_ids.shape)
             inputs = LayerInputs(positions, lengths=lengths, adapter_ids=adapter_ids)
             hidden, _ = self.template.bind(weights).hidden(token_ids, inputs)
             project = functools.partial(self.runner.logits, weights)
-            return prompt_logprobs(hidden, targets, adapter_ids, project, 1)
+            logprobs = prompt_logprobs(hidden, targets, adapter_ids, project, 1)
+            last_hidden = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)
+            logits = project(last_hidden, adapter_ids)[:, 0].astype(jnp.float32)
+            choices = jnp.take_along_axis(jax.nn.log_softmax(logits), last_targets, axis=-1)
+            return logprobs, choices
 
         return jax.jit(target_logprobs)
 

@@ -58,6 +58,26 @@ def test_a_greedy_continuation_is_greedy(llm, model):
     assert [result.is_greedy for result in results] == [True, False]
 
 
+def test_choices_of_the_last_token_share_a_row(llm, model, monkeypatch):
+    context = [0, 7, 8, 9, 10]
+    spans = [TokenSpan([*context, choice], 3 + choice % 3) for choice in (20, 3, 44, 20)]
+    spans.append(TokenSpan([0, 7, 9], 1))
+    program, shapes_of_inputs = llm.programs.target_logprobs, []
+
+    def record(weights, token_ids, *arrays):
+        shapes_of_inputs.append(token_ids.shape)
+        return program(weights, token_ids, *arrays)
+
+    monkeypatch.setitem(llm.programs.__dict__, "target_logprobs", record)
+    results = compute_loglikelihoods(llm, spans)
+    assert shapes_of_inputs == [(2, 16)]
+    for span, result in zip(spans, results, strict=True):
+        rows = hf_logprobs(model, span.token_ids)
+        positions = np.arange(span.start, len(span.token_ids))
+        expected = rows[positions - 1, np.array(span.token_ids)[positions]].sum()
+        assert result.logprob == pytest.approx(expected, abs=2e-4)
+
+
 def test_batches_are_sorted_by_length_and_have_few_shapes():
     lengths = np.random.default_rng(0).integers(1, 1000, 5000).tolist()
     batches = list(batch_indices(lengths))

@@ -3,7 +3,8 @@
     loglikelihood = Σ_i log p(token_i | tokens before i), over the tokens of a span
 
 Log-probabilities are computed on the device, a few tokens at a time: the host gets one number a
-token. Shapes: B rows of a batch, S tokens of a row.
+token. Spans of sequences that differ in their last token only, as choices of one token do, share a
+row. Shapes: B rows of a batch, S tokens of a row, K choices of its last target.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -32,6 +33,14 @@ class TokenSpan:
 
 
 @dataclass(frozen=True)
+class Row:
+    """A sequence without its last token, and the indices of its spans."""
+
+    token_ids: np.ndarray
+    spans: list[int]
+
+
+@dataclass(frozen=True)
 class Loglikelihood:
     """Of the tokens of a span."""
 
@@ -48,16 +57,21 @@ def compute_loglikelihoods(
             f"capacity_factor={llm.config.capacity_factor:g} lets experts drop tokens, so that a "
             "log-likelihood would depend on the rest of its batch: leave it out, or set -1"
         )
-    results: list[Loglikelihood | None] = [None] * len(spans)
-    done = 0
-    for indices in batch_indices([len(span.token_ids) - 1 for span in spans]):
-        batch = [spans[index] for index in indices]
-        for index, result in zip(indices, run_batch(llm, batch), strict=True):
-            results[index] = result
-        done += len(batch)
+    rows = share_rows(spans)
+    results: dict[int, Loglikelihood] = {}
+    for indices in batch_indices([len(row.token_ids) for row in rows]):
+        results |= run_batch(llm, spans, [rows[index] for index in indices])
         if progress is not None:
-            progress(done, len(spans))
-    return [result for result in results if result is not None]
+            progress(len(results), len(spans))
+    return [results[index] for index in range(len(spans))]
+
+
+def share_rows(spans: Sequence[TokenSpan]) -> list[Row]:
+    rows: dict[bytes, Row] = {}
+    for index, span in enumerate(spans):
+        token_ids = np.asarray(span.token_ids[:-1], np.int64)
+        rows.setdefault(token_ids.tobytes(), Row(token_ids, [])).spans.append(index)
+    return list(rows.values())
 
 
 def batch_indices(lengths: Sequence[int]) -> Iterator[list[int]]:
@@ -71,39 +85,59 @@ def batch_indices(lengths: Sequence[int]) -> Iterator[list[int]]:
         order = order[rows:]
 
 
-def run_batch(llm: LLM, spans: Sequence[TokenSpan]) -> list[Loglikelihood]:
-    """The log-likelihoods of spans that share a batch, padded to one of few shapes."""
-    longest = max(len(span.token_ids) for span in spans) - 1
+def run_batch(
+    llm: LLM, spans: Sequence[TokenSpan], rows: Sequence[Row]
+) -> dict[int, Loglikelihood]:
+    """The log-likelihoods of the spans of rows, by index. The batch is padded to one of few
+    shapes.
+    """
+    longest = max(len(row.token_ids) for row in rows)
     check_positions(llm.config, longest)
     width = shapes.row_tokens(longest)
     if llm.config.trainable_position_size > 0:
         width = min(width, llm.config.trainable_position_size)
-    rows = shapes.next_power_of_two(len(spans))
-    inputs = np.zeros((rows, width), np.int32)
-    targets = np.zeros((rows, width), np.int32)
-    lengths = np.ones(rows, np.int32)
-    for row, span in enumerate(spans):
-        tokens = np.asarray(span.token_ids)
-        lengths[row] = len(tokens) - 1
-        inputs[row, : lengths[row]] = tokens[:-1]
-        targets[row, : lengths[row]] = tokens[1:]
+    num_rows = shapes.next_power_of_two(len(rows))
+    inputs = np.zeros((num_rows, width), np.int64)
+    targets = np.zeros_like(inputs)
+    lengths = np.ones(num_rows, np.int32)
+    num_choices = shapes.next_power_of_two(max(len(row.spans) for row in rows))
+    last_targets = np.zeros((num_rows, num_choices), np.int64)
+    for number, row in enumerate(rows):
+        lengths[number] = length = len(row.token_ids)
+        inputs[number, :length] = row.token_ids
+        targets[number, : length - 1] = row.token_ids[1:]
+        last_targets[number, : len(row.spans)] = [spans[index].token_ids[-1] for index in row.spans]
     llm.check_token_ids(inputs)
-    llm.check_token_ids(targets)
-    programs = llm.programs
-    adapter_ids = llm.adapters.ids([None] * rows) if programs.build.adapters is not None else None
-    with programs.context():
-        logprobs = programs.target_logprobs(
-            llm.weights, *map(jnp.asarray, (inputs, targets, lengths)), adapter_ids
-        )
-    token_logprobs, most_likely = jax.device_get((logprobs.token, logprobs.top_ids[..., 0]))
-    results = []
-    for row, span in enumerate(spans):
-        scored = slice(span.start - 1, lengths[row])
-        logprob = float(np.sum(token_logprobs[row, scored], dtype=np.float64))
-        if np.isnan(logprob):
-            raise UserError(
-                "the model's logits are NaN or infinite: check its weights, and dtype=float32"
-            )
-        is_greedy = bool(np.all(most_likely[row, scored] == targets[row, scored]))
-        results.append(Loglikelihood(logprob, is_greedy))
+    llm.check_token_ids(last_targets)
+    token_logprobs, most_likely, choices = run_program(llm, inputs, targets, lengths, last_targets)
+    results = {}
+    for number, row in enumerate(rows):
+        last = int(lengths[number]) - 1
+        is_right = most_likely[number] == targets[number]
+        for choice, index in enumerate(row.spans):
+            before = slice(spans[index].start - 1, last)
+            logprob = float(np.sum(token_logprobs[number, before], dtype=np.float64))
+            logprob += float(choices[number, choice])
+            if np.isnan(logprob):
+                raise UserError(
+                    "the model's logits are NaN or infinite: check its weights, and dtype=float32"
+                )
+            is_greedy = most_likely[number, last] == last_targets[number, choice]
+            results[index] = Loglikelihood(logprob, bool(is_greedy and is_right[before].all()))
     return results
+
+
+def run_program(llm: LLM, *arrays: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of token ids [B, S], targets [B, S], lengths [B] and last targets [B, K]: log-probabilities
+    of the targets [B, S], the most likely tokens [B, S], and log-probabilities of the last targets
+    [B, K].
+    """
+    programs = llm.programs
+    ids = llm.adapters.ids([None] * len(arrays[0]))
+    with programs.context():
+        logprobs, choices = programs.target_logprobs(
+            llm.weights,
+            *(jnp.asarray(array, jnp.int32) for array in arrays),
+            ids if programs.build.adapters is not None else None,
+        )
+    return jax.device_get((logprobs.token, logprobs.top_ids[..., 0], choices))
