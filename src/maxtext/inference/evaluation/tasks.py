@@ -81,7 +81,7 @@ def run_tasks(
                 apply_chat_template=apply_chat_template,
                 fewshot_as_multiturn=apply_chat_template,
             )
-        except ValueError as error:  # of lm-eval's own checks: unsafe code, images
+        except (ValueError, ImportError) as error:  # unsafe code, images, packages of a task
             raise UserError(first_line(error)) from error
     assert results is not None, "this process has rank 0"
     return {key: results[key] for key in REPORTED if key in results}
