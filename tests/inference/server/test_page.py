@@ -432,13 +432,57 @@ def test_markdown(page, stub):
     found = {selector: answer.locator(selector).all_inner_texts() for selector in texts}
     assert found == texts
     assert "snake_case_name, 2 * 3 * 4" in answer.inner_text()
-    # Drawn while it was streamed, it is the same as drawn at once.
-    streamed = answer.evaluate("node => node.outerHTML")
-    page.reload()
-    assert page.locator(".markdown").evaluate("node => node.outerHTML") == streamed
 
 
-HOSTILE = ["*a ", "[", "`a ``", "![a](", "a\n", "1. a\n", "> a\n"]
+TRICKY = """\
+text
+#tag and text
+- item
+
+  more of it
+-- no item
+1. one
+2) two
+```c
+int x;
+
+
+```` no end
+~~~
+text
+| a | b
+|--|--
+| c
+end
+Title
+=====
+>quote
+lazy
+"""
+
+
+@pytest.mark.parametrize("text", [MARKDOWN, INJECTION, TRICKY])
+def test_grown_text_is_drawn_as_a_whole_one(text, page):
+    script = """([text, step]) => {
+      const view = new MarkdownView();
+      for (let end = step; end <= text.length; end += step) view.update(text.slice(0, end));
+      return view.node.innerHTML;
+    }"""
+    assert page.evaluate(script, [text, 1]) == page.evaluate(script, [text, len(text)])
+
+
+def test_finished_blocks_are_not_drawn_again(page):
+    is_same = """() => {
+      const view = new MarkdownView();
+      view.update("first\\n\\nsecond");
+      const nodes = [...view.node.children];
+      view.update("first\\n\\nsecond and more\\n\\nthird");
+      return nodes.map((node, index) => node === view.node.children[index]);
+    }"""
+    assert page.evaluate(is_same) == [True, False]
+
+
+HOSTILE = ["https://a.b/))", "*a ", "[", "`a ``", "![a](", "a\n", "1. a\n", "> a\n"]
 
 
 def test_hostile_text_is_drawn_quickly(page):
