@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from maxtext.cli.main import main
-from tests.inference.server.stub_api import Reply, run_stub
+from tests.inference.server.stub_api import Reply, StubResponse, run_stub
 
 
 @pytest.fixture
@@ -69,6 +69,7 @@ def test_model_key_and_fields(chat, server, monkeypatch):
         (["--model", "three"], "has no model 'three'; it serves one, two"),
         (["messages=x"], "messages cannot be a field here"),
         (["model=x"], "--model NAME"),
+        (["--api-key", "schlüssel"], "characters that a header may not have"),
         (["folder"], "unknown argument 'folder'"),
         (["--adapter", "x"], "unknown argument '--adapter'"),
     ],
@@ -113,6 +114,21 @@ def test_errors_are_sentences_and_the_conversation_goes_on(chat, server):
         "the reply ends at the server's limit of tokens",
     ]
     assert contents(stub.bodies[-1]) == [("user", "e"), ("assistant", "Long"), ("user", "f")]
+
+
+@pytest.mark.parametrize(
+    "event",
+    [[], "text", {"choices": 1}, {"choices": [1]}, {"choices": [{"delta": [2]}]}, {"usage": 3}],
+)
+def test_events_of_another_form_are_errors(event, chat, server, monkeypatch):
+    async def stream(self, reply):
+        await self.event(event)
+
+    monkeypatch.setattr(StubResponse, "stream", stream)
+    code, out, err = chat(["a"])
+    assert (code, out) == (0, "")
+    assert "sent an event that is n" in err
+    assert "Traceback" not in err
 
 
 def test_oldest_messages_are_dropped_when_the_server_has_no_room(chat, server):

@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from maxtext.cli import arguments
@@ -22,6 +23,8 @@ def connect(url: str, args: list[str]) -> "ServerConversation":
     it cannot be reached or has no such model.
     """
     api_key = arguments.take_value(args, "--api-key") or os.environ.get(KEY_VARIABLE) or None
+    if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
+        raise ConfigError("the API key has characters that a header may not have")
     model = arguments.take_value(args, "--model")
     fields = parse_fields(args)
     client = ApiClient(url, Target.from_url(url, api_key, option="--server"))
@@ -93,16 +96,41 @@ class ServerConversation(Conversation):
         progress.start("waiting for the server")
         body = {**self.fields, "model": self.model, "messages": self.with_system(messages)}
         num_tokens: int | None = None
-        finish_reason = ""
+        remark = ""
         for event in self.client.stream_chat(body):
-            usage = event.get("usage") or {}
-            num_tokens = usage.get("completion_tokens", num_tokens)
-            for choice in event.get("choices") or []:
-                delta = choice.get("delta") or {}
-                finish_reason = choice.get("finish_reason") or finish_reason
-                reasoning = delta.get("reasoning_content") or delta.get("reasoning") or ""
-                if reasoning or delta.get("content"):
-                    yield ReplyDelta(delta.get("content") or "", reasoning)
-        is_cut = finish_reason == "length"
-        remark = "the reply ends at the server's limit of tokens" if is_cut else ""
+            chunk = parse_chunk(event)
+            num_tokens = num_tokens if chunk.num_tokens is None else chunk.num_tokens
+            if chunk.finish_reason == "length":
+                remark = "the reply ends at the server's limit of tokens"
+            if chunk.text or chunk.reasoning:
+                yield ReplyDelta(chunk.text, chunk.reasoning)
         yield ReplyDelta(end=ReplyEnd(num_tokens, remark))
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """What a chat uses of a chunk."""
+
+    text: str = ""
+    reasoning: str = ""
+    finish_reason: str | None = None
+    num_tokens: int | None = None  # so far
+
+
+def parse_chunk(event: Mapping[str, Any]) -> Chunk:
+    """Raises ServerError if the event is no chunk of a chat completion."""
+    try:
+        choice = (event.get("choices") or [{}])[0]
+        delta = choice.get("delta") or {}
+        return Chunk(
+            text=text_of(delta.get("content")),
+            reasoning=text_of(delta.get("reasoning_content") or delta.get("reasoning")),
+            finish_reason=choice.get("finish_reason"),
+            num_tokens=(event.get("usage") or {}).get("completion_tokens"),
+        )
+    except (AttributeError, LookupError, TypeError) as error:
+        raise ServerError("the server sent an event that is no chunk of a chat") from error
+
+
+def text_of(value: Any) -> str:
+    return value if isinstance(value, str) else ""

@@ -4,6 +4,7 @@ import contextlib
 import http.client
 import json
 import socket
+import ssl
 from collections.abc import Generator, Iterator, Mapping
 from typing import Any
 
@@ -85,9 +86,16 @@ class ApiClient:
             if response.status != 200:
                 raise self.error_of(response)
             yield response
+        except ssl.SSLCertVerificationError as error:
+            raise ServerError(
+                f"the certificate of {self.url} is not trusted ({error.verify_message}); "
+                "SSL_CERT_FILE names a file of further authorities"
+            ) from error
         except OSError as error:
-            reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-            raise ServerError(f"{self.url} cannot be reached: {reason.lower()}") from error
+            reason = error.strerror or str(error) or type(error).__name__
+            raise ServerError(f"{self.url} cannot be reached: {lower_first(reason)}") from error
+        except http.client.InvalidURL as error:
+            raise ServerError(f"{self.url} is not a valid address") from error
         except http.client.HTTPException as error:
             raise ServerError(f"{self.url} does not speak HTTP ({type(error).__name__})") from error
         finally:
@@ -109,6 +117,10 @@ class ApiClient:
             message += f"; try again in {retry_after[:20]} s"
         code = error.get("code") if isinstance(error, dict) else None
         return ServerError(message, response.status, code)
+
+
+def lower_first(text: str) -> str:
+    return text[:1].lower() + text[1:]
 
 
 def error_message(error: Any) -> str:
