@@ -13,7 +13,7 @@ from maxtext.configs.sources import HERE, from_python
 from maxtext.models.configuration import load
 from maxtext.trainers import tune
 from maxtext.trainers.evaluation import evaluate, write_responses
-from maxtext.trainers.group_rollouts import Prompt
+from maxtext.trainers.group_sampler import Prompt
 from maxtext.trainers.rewards.builtin import builtin_rewards
 from maxtext.trainers.rollout import sample_seed
 from tests.trainers.test_distillation import save_llama

@@ -13,7 +13,8 @@ import transformers
 
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.trainers import tune
-from maxtext.trainers.group_rollouts import check_agreement, reward_metrics
+from maxtext.trainers.group_rollouts import check_agreement
+from maxtext.trainers.group_sampler import reward_metrics
 from maxtext.trainers.rollout_log import RolloutLog, ScoredRollout
 from tests.trainers.test_distillation import save_llama
 
@@ -288,3 +289,34 @@ def test_refused_configurations(base, keys, message):
 def test_rows_need_a_prompt(base):
     with pytest.raises(ConfigError, match="expected prompt; or messages"):
         tune.grpo(base, [{"text": "a"}], rewards=[share_of_low_bytes], **RUN)
+
+
+def test_prompts_that_are_all_too_long(base):
+    rows = [{"prompt": "a prompt of more than eight bytes"}]
+    with pytest.raises(ConfigError, match="no prompt of at most max_prefill_predict_length=8"):
+        tune.grpo(base, rows, rewards=[share_of_low_bytes], **RUN)
+
+
+@pytest.mark.slow
+def test_failing_reward_loses_no_update(base, tmp_path, light_compiler):
+    calls = []
+
+    def fragile(prompts, completions, **columns):
+        calls.append(len(completions))
+        if len(calls) == 2:
+            return [1.0]
+        return share_of_low_bytes(prompts, completions)
+
+    keys = RUN | dict(
+        base_output_directory=str(tmp_path),
+        run_name="run",
+        steps=3,
+        num_epoch=2,
+        grpo_beta=0.0,
+        async_checkpointing=False,
+    )
+    with pytest.raises(UserError, match="fragile returned 1 rewards for 8 completions"):
+        tune.grpo(base, ROWS, rewards=[fragile], **keys)
+    resumed = tune.grpo(base, ROWS, rewards=[fragile], **keys)
+    assert [row["step"] for row in resumed.metrics] == [1, 2]
+    assert {each["step"] for each in rollouts_of(resumed)} == {0, 1, 2}

@@ -329,7 +329,12 @@ def too_little_data(
     used = sum(min(count, length) for count in pairs) if config.use_truncation else sum(pairs)
     cut = sum(pairs) - used
     where = f" for stream {shard.index} of {shard.count}" if shard.count > 1 else ""
-    if split is Split.EVAL or not used:
+    if config.use_grpo and not pairs:
+        return ConfigError(
+            f"{named_by} has no prompt of at most max_prefill_predict_length="
+            f"{config.max_prefill_predict_length} tokens{where}: raise it, or add shorter prompts"
+        )
+    if split is Split.EVAL or (not used and not config.use_grpo):
         documents = (
             "row with a learned token"
             if is_fine_tuning(config)

@@ -10,7 +10,8 @@ from maxtext.diagnostics.metrics import Recorder
 from maxtext.inference.requests import GenerationRequest
 from maxtext.trainers.data_loader import eval_data_hint
 from maxtext.trainers.evaluation import evaluate, read_problems, write_responses
-from maxtext.trainers.group_rollouts import GroupRolloutStep, Prompt
+from maxtext.trainers.group_rollouts import GroupRolloutStep
+from maxtext.trainers.group_sampler import Prompt
 from maxtext.trainers.loop import Hook, Loop
 
 
@@ -51,8 +52,8 @@ class EvaluateResponses(Hook):
                 for problem in self.problems
                 for _ in range(self.config.num_eval_passes)
             ]
-            rollouts = self.step.complete(rows, requests)
-            return [rollout.text(self.step.tokenizer) for rollout in rollouts]
+            rollouts = self.step.sampler.complete(rows, requests)
+            return [rollout.text(self.step.sampler.tokenizer) for rollout in rollouts]
 
         engine.sync(self.step.context.model_weights(loop.state), count)
         try:
@@ -60,8 +61,8 @@ class EvaluateResponses(Hook):
                 self.config,
                 self.problems,
                 sample,
-                self.step.rewards,
-                stop_token_ids=self.step.stop_token_ids,
+                self.step.sampler.rewards,
+                stop_token_ids=self.step.sampler.stop_token_ids,
             )
         finally:
             engine.release()

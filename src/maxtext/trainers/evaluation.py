@@ -24,7 +24,7 @@ from maxtext.inference.sampling_params import SamplingParams
 from maxtext.input_pipeline.interface import Split
 from maxtext.input_pipeline.loader import open_data_streams
 from maxtext.trainers.data_loader import eval_data_hint
-from maxtext.trainers.group_rollouts import Prompt, mean, read_prompts
+from maxtext.trainers.group_sampler import Prompt, mean, read_prompts
 from maxtext.trainers.rewards.answers import accepted_answers
 from maxtext.trainers.rewards.builtin import right_answers
 from maxtext.trainers.rewards.functions import RewardFunction, compute_rewards, total_rewards

@@ -4,32 +4,31 @@ Each of batch_size prompts gets num_generations completions from the engine, on 
 step. The first update computes the log-probabilities of the same tokens: where one differs from
 that of the engine by more than a tolerance, the run ends. The seed, the step, the prompt and the
 number of a completion decide its tokens, so that a resumed run goes on bit for bit.
+
+With off_policy_steps=k, the prompts of the next steps are sampled while a step trains, with its
+weights, which are up to k updates old when the rollouts are learned. The update runs on the
+trainer's devices while the host drives the sampler, so that both are busy if they have their own.
 """
 
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from maxtext.checkpoint.open import Checkpoint
 from maxtext.common.errors import UserError
 from maxtext.common.log import LOGGER
 from maxtext.configs.types import MaxTextConfig
-from maxtext.inference.requests import GenerationRequest
-from maxtext.inference.sampling_params import SamplingParams
 from maxtext.input_pipeline import FIELDS, Batch
-from maxtext.input_pipeline.interface import RECORD
 from maxtext.tokenizers import load_tokenizer
-from maxtext.trainers.agents.agent import (
-    Agent,
-    AgenticSampler,
-    conversation_columns,
-    conversation_metrics,
-)
+from maxtext.trainers.agents.agent import Agent, AgenticSampler
 from maxtext.trainers.compile import lower
 from maxtext.trainers.data_loader import DeviceBatch
+from maxtext.trainers.group_sampler import GroupSampler, Prompt, SampledBatch, read_prompts
 from maxtext.trainers.grpo import (
     ADVANTAGES,
     IS_LEARNED,
@@ -41,12 +40,12 @@ from maxtext.trainers.grpo import (
     GroupRelativePolicy,
     needs_old_logps,
 )
+from maxtext.trainers.hooks import TrainingFailed
 from maxtext.trainers.loop import TrainStep
-from maxtext.trainers.losses.advantages import advantages, degenerate_groups
-from maxtext.trainers.on_policy import rollout_metrics
+from maxtext.trainers.losses.advantages import degenerate_groups
 from maxtext.trainers.prompt_loader import PromptLoader
-from maxtext.trainers.rewards.functions import RewardFunction, compute_rewards, total_rewards
-from maxtext.trainers.rollout import Rollout, sample_seed, stop_token_ids
+from maxtext.trainers.rewards.functions import RewardFunction
+from maxtext.trainers.rollout import Rollout, stop_token_ids
 from maxtext.trainers.rollout_devices import make_rollout_engine
 from maxtext.trainers.rollout_log import RolloutLog, ScoredRollout
 from maxtext.trainers.run_context import RunContext
@@ -59,12 +58,6 @@ TOLERANCE = {"float32": 2e-3}
 TOLERANCE_16_BIT = 0.5
 # The finish reasons of completions that a limit ended
 TRUNCATED = ("length", "turns")
-
-
-@dataclass(frozen=True)
-class Prompt:
-    ids: list[int]
-    columns: dict[str, Any]
 
 
 class GroupRolloutStep:
@@ -88,15 +81,22 @@ class GroupRolloutStep:
         self.objective = objective
         self.train_step = train_step
         self.data_loader = data_loader
-        self.rewards = [*(agent.rewards if agent else ()), *rewards]
         self.step = step
         self.log = RolloutLog(folder, step)
-        self.tokenizer = load_tokenizer(self.config)
-        self.stop_token_ids = stop_token_ids(self.config, checkpoint)
+        tokenizer = load_tokenizer(self.config)
         self.engine = make_rollout_engine(context)
-        self.agentic = None
+        agentic = None
         if self.config.use_agentic_rollout:
-            self.agentic = AgenticSampler(self.config, self.tokenizer, agent)
+            agentic = AgenticSampler(self.config, tokenizer, agent)
+        self.sampler = GroupSampler(
+            self.config,
+            self.engine,
+            tokenizer=tokenizer,
+            rewards=[*(agent.rewards if agent else ()), *rewards],
+            stop_token_ids=stop_token_ids(self.config, checkpoint),
+            agentic=agentic,
+        )
+        self.queue: deque[SampledBatch] = deque()  # of later steps, off policy
         self.score = compile_score(context) if needs_old_logps(self.config) else None
         self.spans = SpanLog(folder) if self.config.enable_tunix_perf_metrics else None
         self.rollouts: list[ScoredRollout] = []
@@ -110,17 +110,29 @@ class GroupRolloutStep:
         clock = Clock()
         first = self.step - self.step % self.config.num_iterations
         is_first_update = self.batch is None or first == self.step
+        is_on_policy = False
         if is_first_update:
-            logged = self.log.read(first) if first < self.step else []
-            self.rollouts = logged or self.sample(state, read_prompts(prompts), clock)
+            self.rollouts = self.log.read(first) if first < self.step else []
+            if not self.rollouts:
+                sampled = self.take(state, read_prompts(prompts), clock)
+                is_on_policy = sampled.version == self.step
+                self.rollouts = self.with_old_logps(state, sampled.rollouts)
+                clock.stop("score")
+                self.record(sampled)
             self.batch = self.prepare(self.rollouts)
-            is_first_update = not logged
         assert self.batch is not None
+        later = self.later_prompts() if is_first_update else []
+        if later:
+            self.sync(self.context.model_weights(state), must_copy=True)
         clock.stop("prepare")
+        version = self.step
         state, metrics = self.train_step(state, self.batch, key)
+        for step, batch in later:
+            self.queue.append(self.sampler.sample(read_prompts(batch), step, version, clock))
+        self.engine.release()
         differences = np.asarray(metrics.pop(ROW_DIFFERENCES))
         positions = np.asarray(metrics.pop(ROW_POSITIONS)).astype(int)
-        if is_first_update:
+        if is_on_policy:
             check_agreement(self.config, self.rollouts, differences, positions)
         clock.stop("update")
         metrics["sampling/logp_difference_max"] = np.abs(differences).max()
@@ -129,120 +141,72 @@ class GroupRolloutStep:
         self.step += 1
         return state, metrics | self.metrics | clock.metrics()
 
-    def sample(self, state: TrainState, prompts: list[Prompt], clock: Clock) -> list[ScoredRollout]:
-        """The rollouts of this step, scored by the reward functions."""
-        rollouts = self.generate(self.context.model_weights(state), prompts, clock)
-        old_logps = self.compute_logps(state, rollouts)
-        clock.stop("score")
-        repeated = [each for each in prompts for _ in range(self.config.num_generations)]
-        completions = [rollout.text(self.tokenizer) for rollout in rollouts]
-        names = list(dict.fromkeys(name for each in repeated for name in each.columns))
-        columns = {name: [each.columns.get(name) for each in repeated] for name in names}
-        columns |= conversation_columns(rollouts)
-        rewards = compute_rewards(self.rewards, columns.pop("prompt"), completions, columns)
-        total = total_rewards(self.rewards, rewards)
-        clock.stop("reward")
-        group_advantages = np.asarray(
-            advantages(total, self.config.num_generations, scale=self.config.scale_rewards)
-        )
-        scored = [
-            ScoredRollout(
-                step=self.step,
-                prompt=prompt.columns["prompt"],
-                completion=completion,
-                finish_reason=rollout.finish_reason,
-                rewards={name: float(values[row]) for name, values in rewards.items()},
-                reward=float(total[row]),
-                advantage=float(group_advantages[row]),
-                prompt_ids=rollout.prompt_ids,
-                token_ids=rollout.token_ids,
-                log_probs=rollout.log_probs,
-                old_logps=tuple(map(float, old_logps[row])),
-                learned=rollout.learned,
-            )
-            for row, (prompt, completion, rollout) in enumerate(
-                zip(repeated, completions, rollouts, strict=True)
-            )
-        ]
-        self.log.append(scored)
-        if self.config.rl:
-            log_rollout(scored[0])
-        self.metrics = rollout_metrics(rollouts) | conversation_metrics(rollouts)
-        self.metrics |= reward_metrics(scored, self.config.num_generations)
-        return scored
-
-    def generate(self, weights: Any, prompts: list[Prompt], clock: Clock) -> list[Rollout]:
-        """num_generations completions of each prompt, in order."""
-        config = self.config
-        requests = [
-            self.request(prompt, index, number)
-            for index, prompt in enumerate(prompts)
-            for number in range(config.num_generations)
-        ]
-        rows = [prompt.columns for prompt in prompts for _ in range(config.num_generations)]
-        limit = len(requests)
-        if config.rollout_micro_batch_size > 0:
-            limit = config.rollout_micro_batch_size * config.num_generations
-        self.engine.sync(weights, min(limit, len(requests)))
+    def take(self, state: TrainState, prompts: list[Prompt], clock: Clock) -> SampledBatch:
+        """The batch of this step: of the queue, or sampled now. One that is older than
+        off_policy_steps updates is thrown away."""
+        while self.queue:
+            sampled = self.queue.popleft()
+            if self.step - sampled.version <= self.config.off_policy_steps:
+                assert sampled.step == self.step, "the queue has the batches in their order"
+                return sampled
+            LOGGER.info("a batch of step %d is too old: it is sampled anew", sampled.step)
+        self.sync(self.context.model_weights(state))
         clock.stop("sync")
         try:
-            return [
-                rollout
-                for start in range(0, len(requests), limit)
-                for rollout in self.complete(
-                    rows[start : start + limit], requests[start : start + limit]
-                )
-            ]
+            return self.sampler.sample(prompts, self.step, self.step, clock)
+        except UserError as error:
+            # The weights of the last update are there, and will be saved.
+            failure = TrainingFailed(str(error))
+            failure.details, failure.exit_code = error.details, error.exit_code
+            raise failure from error
         finally:
             self.engine.release()
-            clock.stop("rollout")
 
-    def complete(
-        self, rows: Sequence[dict[str, Any]], requests: Sequence[GenerationRequest]
-    ) -> Sequence[Rollout]:
-        """The rollout of each request, for a row with these columns."""
-        if self.agentic is None:
-            return self.engine.generate(requests)
-        with self.engine.session() as session:
-            return self.agentic.run(session, rows, requests)
+    def sync(self, weights: Any, must_copy: bool = False) -> None:
+        """`must_copy`: the sampler uses the weights while an update deletes them."""
+        if must_copy and self.engine.weight_sync is None:
+            weights = jax.tree.map(jnp.copy, weights)
+        self.engine.sync(weights, self.sampler.num_requests)
 
-    def request(self, prompt: Prompt, index: int, number: int) -> GenerationRequest:
-        params = SamplingParams.from_config(
-            self.config,
-            max_new_tokens=self.config.max_target_length - len(prompt.ids),
-            seed=sample_seed(self.config.data_shuffle_seed, self.step, index, number),
-            stop=tuple(self.config.stop_strings or ()),
-            stop_token_ids=self.stop_token_ids,
-            logprobs=0,
-        )
-        return GenerationRequest(prompt.ids, params)
+    def later_prompts(self) -> list[tuple[int, Batch]]:
+        """The prompts to sample while this step trains, with the steps that they are for: those
+        that are off_policy_steps updates ahead at most, and not in the queue."""
+        interval = self.config.num_iterations
+        count = self.config.off_policy_steps // interval
+        batches = self.data_loader.peek(count)
+        steps = range(self.step + interval, self.config.steps, interval)
+        return list(zip(steps, batches, strict=False))[len(self.queue) :]
 
-    def compute_logps(self, state: TrainState, rollouts: list[Rollout]) -> list[np.ndarray]:
-        """Log-probabilities of the tokens of each completion under the trainer's model; empty if
-        the loss does not need them."""
+    def record(self, sampled: SampledBatch) -> None:
+        """Log the batch that is learned now."""
+        self.log.append(self.rollouts)
+        if self.config.rl:
+            log_rollout(self.rollouts[0])
+        self.metrics = sampled.metrics
+        if self.config.off_policy_steps:
+            self.metrics = {**sampled.metrics, "policy/age_max": self.step - sampled.version}
+
+    def with_old_logps(
+        self, state: TrainState, rollouts: list[ScoredRollout]
+    ) -> list[ScoredRollout]:
+        """The rollouts with log-probabilities under the trainer's model, if the loss needs
+        them."""
         if self.score is None:
-            return [np.zeros(0, np.float32)] * len(rollouts)
-        batch = rollout_fields(rollouts, self.config.max_target_length)
+            return rollouts
+        batch = rollout_fields(list(map(to_rollout, rollouts)), self.config.max_target_length)
         values = np.asarray(self.score(state.weights, self.data_loader.to_device(batch).fields))
         is_sampled = batch["targets_segmentation"] != 0
-        return [row[mask] for row, mask in zip(values, is_sampled, strict=True)]
+        return [
+            replace(rollout, old_logps=tuple(map(float, row[mask])))
+            for rollout, row, mask in zip(rollouts, values, is_sampled, strict=True)
+        ]
 
     def prepare(self, scored: list[ScoredRollout]) -> DeviceBatch:
         """The batch of an update. With degenerate_group_masking, groups without an advantage are
         not learned: they add neither to the KL nor to the number of rows; nor are, with
         mask_truncated, completions that the limit of their length ended."""
         config, length = self.config, self.config.max_target_length
-        rollouts = [
-            Rollout(
-                each.prompt_ids,
-                each.token_ids,
-                log_probs=each.log_probs,
-                finish_reason=each.finish_reason,
-                learned=each.learned,
-            )
-            for each in scored
-        ]
-        fields = rollout_fields(rollouts, length)
+        fields = rollout_fields(list(map(to_rollout, scored)), length)
         is_sampled = fields["targets_segmentation"] != 0
         fields[SAMPLER_LOGPS] = token_field([each.log_probs for each in scored], is_sampled)
         if self.score is not None:
@@ -271,12 +235,14 @@ def compile_score(context: RunContext) -> Callable[[Any, Any], jax.Array]:
     return lower(context, jitted, weights, fields).compile()
 
 
-def read_prompts(batch: Batch) -> list[Prompt]:
-    lengths = (batch["inputs_segmentation"] != 0).sum(axis=1)
-    return [
-        Prompt(ids[:length].tolist(), record)
-        for ids, length, record in zip(batch["inputs"], lengths, batch[RECORD], strict=True)
-    ]
+def to_rollout(scored: ScoredRollout) -> Rollout:
+    return Rollout(
+        scored.prompt_ids,
+        scored.token_ids,
+        log_probs=scored.log_probs,
+        finish_reason=scored.finish_reason,
+        learned=scored.learned,
+    )
 
 
 def rollout_fields(rollouts: Sequence[Rollout], length: int) -> Batch:
@@ -318,27 +284,6 @@ def check_agreement(
         f"{sampler_logp + differences[row]:.6g} in the trainer, more than {tolerance:g} apart "
         "(sampler_trainer_tolerance)"
     )
-
-
-def reward_metrics(scored: Sequence[ScoredRollout], num_generations: int) -> dict[str, float]:
-    """Means over the completions that are scored; `reward_std` is that of the groups."""
-    rewards = np.array([each.reward for each in scored]).reshape(-1, num_generations)
-    values = np.array([each.advantage for each in scored])
-    metrics = {"reward": mean(rewards)}
-    deviations = [np.std(group[~np.isnan(group)], ddof=1) for group in rewards if count(group) > 1]
-    metrics["reward_std"] = float(np.mean(deviations)) if deviations else 0.0
-    for name in scored[0].rewards:
-        metrics[f"rewards/{name}"] = mean(np.array([each.rewards[name] for each in scored]))
-    is_degenerate = np.asarray(degenerate_groups(values, num_generations))
-    return metrics | {"groups/degenerate": float(is_degenerate.mean())}
-
-
-def count(values: np.ndarray) -> int:
-    return int((~np.isnan(values)).sum())
-
-
-def mean(values: np.ndarray) -> float:
-    return float(np.nanmean(values)) if count(values) else float("nan")
 
 
 def log_rollout(rollout: ScoredRollout) -> None:

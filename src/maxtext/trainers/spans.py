@@ -27,7 +27,10 @@ class Clock:
         self.last = now
 
     def metrics(self) -> dict[str, float]:
-        return {f"{phase}_seconds": seconds for phase, _, seconds in self.phases}
+        metrics: dict[str, float] = {}
+        for phase, _, seconds in self.phases:
+            metrics[f"{phase}_seconds"] = metrics.get(f"{phase}_seconds", 0.0) + seconds
+        return metrics
 
 
 class SpanLog:

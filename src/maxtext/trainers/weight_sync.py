@@ -41,7 +41,9 @@ class WeightSync:
             chunk = missing[start : start + size]
             paths = [path for path, _ in chunk]
             arrays = jax.device_put(
-                [leaf for _, leaf in chunk], [self.shardings[path] for path in paths]
+                [leaf for _, leaf in chunk],
+                [self.shardings[path] for path in paths],
+                may_alias=False,  # updates delete the trainer's arrays
             )
             copies |= zip(paths, arrays, strict=True)
             if self.chunk_size is not None:

@@ -111,8 +111,20 @@ inert_unless(
     "use_agentic_rollout=true",
     "max_concurrency",
     "max_turns",
+    "off_policy_steps",
     "system_prompt",
 )
+
+
+@rule("off_policy_steps")
+def batches_ahead_are_whole(settings: Settings) -> str | None:
+    steps, iterations = settings.off_policy_steps, settings.num_iterations
+    if settings.use_grpo and 0 < steps < iterations:
+        return (
+            f"off_policy_steps={steps} is less than the num_iterations={iterations} updates of a "
+            "batch, so that none could be sampled ahead: raise it, or set 0"
+        )
+    return None
 
 
 @rule("num_generations")
