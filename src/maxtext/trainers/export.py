@@ -3,7 +3,7 @@
 import contextlib
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +12,13 @@ import jax
 from maxtext.checkpoint.open import Checkpoint, model_param_infos, save_native
 from maxtext.checkpoint.peft_folder import write_adapter
 from maxtext.checkpoint.quantized import load_base
-from maxtext.checkpoint.weights import ModelWeights
+from maxtext.checkpoint.weights import ModelWeights, load_weights
 from maxtext.common.errors import UserError
 from maxtext.common.log import LOGGER
+from maxtext.configs.types import MaxTextConfig
 from maxtext.inference.llm import LLM
 from maxtext.layers.lora import split_adapter
+from maxtext.layers.parameters import Template
 from maxtext.models.transformer import make_template
 from maxtext.sharding import use_rules
 from maxtext.trainers.init_adapters import trained_adapter
@@ -29,8 +31,11 @@ ADAPTER_FOLDER, STUDENT_FOLDER = "adapter", "student"  # in the folder of a run
 
 def trained_llm(context: RunContext, state: TrainState, checkpoint: Checkpoint | None) -> LLM:
     """The model of a run with its weights, which the LLM owns from here on. `checkpoint`: the
-    folder that the run started from, for the tokenizer and the files of Hugging Face."""
-    config, weights = context.config, context.model_weights(state)
+    folder that the run started from, for the tokenizer and the files of Hugging Face.
+
+    Its layers are unrolled, as those of `LLM.load`, so that both compute the same bits."""
+    weights = context.model_weights(state)
+    config = context.config.model_copy(update={"scan_layers": False})
     template = make_template(config)
     param_infos = model_param_infos(template, config)
     source = checkpoint.weights(config, param_infos) if checkpoint else None
@@ -44,10 +49,36 @@ def trained_llm(context: RunContext, state: TrainState, checkpoint: Checkpoint |
             with use_rules(context.rules):
                 weights = load_base(source, param_infos, template, context.rules)
         adapters = {ADAPTER_FOLDER: adapter}
+    if context.config.scan_layers and is_scanned(weights, template):
+        weights = unroll(context, weights, config, template)
     llm = LLM(config, template, weights, checkpoint, adapters=adapters)
     if source is not None:  # save_hf writes the dtypes of the folder
         llm.disk_dtypes = {name: tensor.dtype for name, tensor in source.tensors.items()}
     return llm
+
+
+def is_scanned(weights: Any, template: Template) -> bool:
+    """Whether weights do not have the tree of an unrolled model."""
+    return jax.tree.structure(weights) != jax.tree.structure(template.weights)
+
+
+def unroll(context: RunContext, weights: Any, config: MaxTextConfig, template: Template) -> Any:
+    """Weights of the scanned model of a run as those of `template`, layer by layer."""
+    scanned = make_template(context.config)
+    source = ModelWeights(weights, model_param_infos(scanned, context.config))
+
+    def load(path: Any, params: Mapping[str, Any], leaf: Any, sharding: Any, _: int) -> jax.Array:
+        [name] = params  # a leaf of an unrolled model is one parameter
+        return jax.device_put(source.get(name), sharding)
+
+    with use_rules(context.rules):
+        return load_weights(
+            source,
+            model_param_infos(template, config),
+            template,
+            shardings=context.rules.shardings(template.axes, template.weights),
+            load=load,
+        )
 
 
 def save_results(
