@@ -36,6 +36,54 @@ dpo:
   max_prompt_length: 256
 """
 
+# Keys of reinforcement learning, with the values that MaxText's file has
+RL = """
+base_config: "base.yml"
+trainer_devices_fraction: 0.5
+sampler_devices_fraction: 0.5
+chips_per_vm: 4
+rollout_data_parallelism: -1
+rollout_tensor_parallelism: -1
+rollout_expert_parallelism: 1
+rollout_subslice_shape: ""
+rollout_enable_single_controller: False
+rl:
+  num_generations: 2
+  num_iterations: 1
+  grpo_beta: 0.08
+  grpo_epsilon: 0.2
+  loss_algo: 'grpo'
+use_pathways: True
+debug:
+  rl: True
+enable_tunix_perf_metrics: False
+batch_size: 4
+micro_batch_size: 2
+num_test_batches: 5
+eval_interval: 10
+eval_sampling_strategy: "greedy"
+generation_configs:
+  greedy: {eval_temperature: 0.01, eval_top_k: 1, eval_top_p: 1.0}
+max_prefill_predict_length: 256
+max_target_length: 1024
+kv_cache_buffer: 256
+hbm_utilization_vllm: 0.72
+swap_space_vllm_gb: 2
+decode_sampling_temperature: 0.9
+decode_sampling_top_k: 50
+decode_sampling_nucleus_p: 1.0
+enable_dp_attention: False
+max_num_batched_tokens: null
+max_num_seqs: null
+async_scheduling: True
+stop_strings: null
+skip_jax_distributed_system: True
+dataset_name: 'gsm8k'
+train_split: 'train'
+eval_split: 'test'
+tokenizer_type: 'huggingface'
+"""
+
 
 @pytest.fixture
 def load_text(tmp_path):
@@ -54,6 +102,17 @@ def test_files_load_as_they_are(load_text):
     assert (orpo.dpo_loss_type, orpo.orpo_lambda, orpo.max_prompt_length) == ("orpo", 0.2, 256)
     sigmoid = load_text(DPO.replace("orpo_lambda", "dpo_beta").replace('"orpo"', '"dpo"'))
     assert (sigmoid.dpo_loss_type, sigmoid.dpo_beta) == ("sigmoid", 0.2)
+
+
+def test_files_of_reinforcement_learning_load_as_they_are(load_text):
+    config = load_text(RL, "use_grpo=true")  # as `maxtext grpo FILE` sets it
+    assert config.decode_sampling_strategy.value == "topk"
+    assert (config.packing, config.rl, config.num_generations) == (False, True, 2)
+    assert config.gradient_accumulation_steps == config.rollout_micro_batch_size == 2
+    nucleus = load_text(RL.replace("nucleus_p: 1.0", "nucleus_p: 0.9"), "use_grpo=true")
+    assert nucleus.decode_sampling_strategy.value == "composite"
+    plain = load_text(RL.replace("top_k: 50", "top_k: 0"), "use_grpo=true")
+    assert plain.decode_sampling_strategy.value == "weighted"
 
 
 def test_sections_on_the_command_line(load_text):
@@ -98,6 +157,8 @@ def test_two_spellings_must_agree():
         ("src/maxtext/configs/post_train/sft.yml", "post_train/sft.yml"),
         ("src/MaxText/configs/sft.yml", "sft.yml"),
         ("MaxText/configs/base.yml", "base.yml"),
+        ("src/maxtext/configs/post_train/rl.yml", "post_train/rl.yml"),
+        ("src/MaxText/configs/rl.yml", "rl.yml"),
         ("../base.yml", "base.yml"),
         ("post_train/distillation.yml", "post_train/distillation.yml"),
     ],
@@ -116,6 +177,8 @@ def test_presets_have_the_paths_of_a_checkout(path, preset, tmp_path, monkeypatc
         ("maxtext.trainers.post_train.sft.train_sft_native", "sft"),
         ("maxtext.trainers.post_train.dpo.train_dpo", "dpo"),
         ("maxtext.trainers.post_train.distillation.train_distill", "distill"),
+        ("maxtext.trainers.post_train.rl.train_rl", "grpo"),
+        ("MaxText.rl.train_rl", "grpo"),
         ("maxtext.trainers.pre_train.train", "train"),
         ("maxtext.trainers.pre_train.train_compile", "compile"),
         ("MaxText.train", "train"),

@@ -181,14 +181,24 @@ def fill_defaults(settings: Layer, environ: Mapping[str, str]) -> None:
 
 
 def fill_rl_defaults(settings: Layer) -> None:
-    """The steps of num_batches batches of prompts, and microbatches of train_micro_batch_size
-    prompts. Values that are no numbers are left to the range checks.
+    """The steps of num_batches batches of prompts, microbatches of train_micro_batch_size prompts,
+    rows that are not packed, and samples that top_k and nucleus_p truncate if they are set. Values
+    that are no numbers are left to the range checks.
     """
 
     def number(key: str) -> Any:
         return fields.normalise(key, settings[key].value)
 
+    derived = Source("derived", "use_grpo")
+    if settings["packing"].source.kind == "default":
+        settings["packing"] = Setting(False, derived)
     try:
+        if settings["decode_sampling_strategy"].source.kind == "default":
+            has_top_k = number("decode_sampling_top_k") > 0
+            has_top_p = 0 < number("decode_sampling_nucleus_p") < 1
+            names = {(True, True): "composite", (True, False): "topk", (False, True): "nucleus"}
+            strategy = names.get((has_top_k, has_top_p), "weighted")
+            settings["decode_sampling_strategy"] = Setting(strategy, derived)
         if settings["steps"].source.kind == "default":
             batches = number("num_batches") * number("train_fraction") * number("num_epoch")
             steps = max(int(batches), 1) * number("num_iterations")

@@ -1,0 +1,1 @@
+"""Commands at their paths in MaxText; the code is in the folders above."""
