@@ -59,7 +59,11 @@ def trained_llm(context: RunContext, state: TrainState, checkpoint: Checkpoint |
 
 def is_scanned(weights: Any, template: Template) -> bool:
     """Whether weights do not have the tree of an unrolled model."""
-    return jax.tree.structure(weights) != jax.tree.structure(template.weights)
+    paths = [
+        {path for path, _ in jax.tree.leaves_with_path(tree)}
+        for tree in (weights, template.weights)
+    ]
+    return paths[0] != paths[1]
 
 
 def unroll(context: RunContext, weights: Any, config: MaxTextConfig, template: Template) -> Any:
