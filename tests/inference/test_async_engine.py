@@ -190,6 +190,45 @@ def test_failed_engine_is_created_again_once(llm, monkeypatch):
     engine.close()
 
 
+def test_update_runs_between_requests(engine):
+    """It waits for those that run, and those that come wait for it."""
+    running = engine.submit(GenerationRequest("w5", SamplingParams(**LONG)))
+    next(running)
+    seen = []
+    future = engine.update(lambda: seen.append(engine.stats.num_running))
+    waiting = [engine.submit(GenerationRequest("w6", SamplingParams(**LONG))) for _ in range(3)]
+    waiting[0].cancel()
+    assert list(waiting[0]) == []
+    future.result(60)
+    assert seen == [0]
+    assert running.is_finished or list(running)[-1].completion is not None
+    assert [len(list(each)[-1].completion.token_ids) for each in waiting[1:]] == [110, 110]
+    wait_until(lambda: is_free(engine))
+
+
+def test_update_that_fails_leaves_the_engine_running(engine):
+    def fail():
+        raise ValueError("no such adapter")
+
+    with pytest.raises(ValueError, match="no such adapter"):
+        engine.update(fail).result(60)
+    (*_, last) = engine.submit(GenerationRequest("w5", SamplingParams(max_new_tokens=2)))
+    assert last.completion is not None
+
+
+def test_drain_drops_requests_that_wait_for_an_update(llm):
+    engine = AsyncEngine(llm, slots=8, length=128)
+    running = engine.submit(GenerationRequest("w5", SamplingParams(**LONG)))
+    next(running)
+    future = engine.update(lambda: None)
+    waiting = engine.submit(GenerationRequest("w6", SamplingParams(**LONG)))
+    assert engine.drain(60)
+    with pytest.raises(EngineError, match="shutting down"):
+        list(waiting)
+    engine.close()
+    assert future.done()
+
+
 def test_consumer_that_does_not_read_is_dropped(engine, monkeypatch):
     for name, value in (("MAX_BACKLOG", 10), ("STALL_SECONDS", 0.0), ("POLL_SECONDS", 0.0)):
         monkeypatch.setattr(module, name, value)

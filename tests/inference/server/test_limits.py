@@ -2,15 +2,20 @@
 
 import contextlib
 import json
+import shutil
 import socket
+import ssl
+import subprocess
 import threading
 import time
 
 import httpx
 import pytest
 
+from maxtext.common.errors import ConfigError
 from maxtext.inference.server import protocol
-from maxtext.inference.server.lifecycle import HttpServer, LoadingApp, bind
+from maxtext.inference.server.lifecycle import HttpServer, LoadingApp, Tls, bind
+from maxtext.inference.server.middleware import KeyMiddleware
 
 CHUNK = b"x" * 2**16
 
@@ -31,10 +36,10 @@ class LargeApp:
 
 
 @contextlib.contextmanager
-def serve(app):
+def serve(app, tls=None):
     listener = bind("127.0.0.1", 0)
     address = listener.getsockname()
-    server = HttpServer(app, listener)
+    server = HttpServer(app, listener, tls)
     server.start()
     try:
         yield address
@@ -80,6 +85,60 @@ def test_model_that_is_loading(address):
         response = httpx.get(f"http://{host}:{port}{path}")
         assert (response.status_code, response.json()["error"]["code"]) == (503, "loading")
         assert response.headers["retry-after"]
+
+
+@pytest.fixture
+def certificate(tmp_path):
+    """The files of a certificate that is its own authority, and of its key."""
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl is not installed")
+    files = tmp_path / "certificate.pem", tmp_path / "key.pem"
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]
+    command += ["-nodes", "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
+    command += ["-out", str(files[0]), "-keyout", str(files[1])]
+    subprocess.run(command, check=True, capture_output=True)
+    return [str(file) for file in files]
+
+
+def test_tls(certificate):
+    context = ssl.create_default_context(cafile=certificate[0])
+    for authorities in (None, certificate[0]):
+        tls = Tls(*certificate, authorities)
+        tls.check()
+        with serve(LoadingApp(), tls) as (host, port):
+            if authorities is not None:  # clients need a certificate, too
+                with pytest.raises(httpx.TransportError):
+                    httpx.get(f"https://{host}:{port}/health", verify=context)
+                context.load_cert_chain(*certificate)
+            assert httpx.get(f"https://{host}:{port}/health", verify=context).status_code == 503
+            with pytest.raises(httpx.TransportError):
+                httpx.get(f"http://{host}:{port}/health")
+
+
+def test_wrong_tls_files(certificate):
+    for tls in (
+        Tls(certificate[0]),
+        Tls(key=certificate[1]),
+        Tls(authorities=certificate[0]),
+        Tls(certificate[0], certificate[0]),
+        Tls(certificate[0], "missing"),
+    ):
+        with pytest.raises(ConfigError):
+            tls.check()
+
+
+def test_metrics_can_be_protected():
+    """Without a key, they are open otherwise."""
+
+    async def application(scope, receive, send):
+        await send({"type": "http.response.start", "status": 204, "headers": []})
+        await send({"type": "http.response.body"})
+
+    for is_protected, status in ((False, 204), (True, 401)):
+        app = KeyMiddleware(application, ["key"], is_protected)
+        with serve(app) as (host, port):
+            assert httpx.get(f"http://{host}:{port}/metrics").status_code == status
+            assert httpx.get(f"http://{host}:{port}/health").status_code == 204
 
 
 def test_head_that_does_not_end(address):

@@ -2,6 +2,7 @@
 
 import gc
 import socket
+import ssl
 import stat
 import sys
 import threading
@@ -25,7 +26,9 @@ CLOSE_SECONDS = 5  # for connections that are open when the server ends
 
 @dataclass(frozen=True)
 class Tls:
-    """Files of a certificate and its key; both or neither."""
+    """Files of a certificate and its key; both or neither. With `authorities`, clients need a
+    certificate of one of them.
+    """
 
     certificate: str | None = None
     key: str | None = None
@@ -33,11 +36,11 @@ class Tls:
 
     def check(self) -> None:
         """Raises ConfigError unless the files are there and fit each other."""
-        import ssl
-
         if (self.certificate is None) != (self.key is None):
             raise ConfigError("--ssl-certfile and --ssl-keyfile go together: give both or neither")
         if self.certificate is None or self.key is None:
+            if self.authorities is not None:
+                raise ConfigError("--ssl-ca-certs needs --ssl-certfile and --ssl-keyfile")
             return
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         try:
@@ -137,6 +140,7 @@ class HttpServer:
             ssl_certfile=tls.certificate,
             ssl_keyfile=tls.key,
             ssl_ca_certs=tls.authorities,
+            ssl_cert_reqs=ssl.CERT_REQUIRED if tls.authorities else ssl.CERT_NONE,
         )
         self.listener = listener
         self.server = uvicorn.Server(config)
