@@ -46,6 +46,7 @@ def test_arguments():
         (["m", "--tasks", "a", "--batch-size", "8"], "unknown argument '--batch-size'"),
         (["m", "--tasks", "a", "other"], "unknown argument 'other'"),
         (["m", "--tasks", "a", "--json", "."], "is a folder"),
+        (["m", "--tasks", "a", "--json", f"{__file__}/x.json"], "is not a writable folder"),
     ],
 )
 def test_refusals(args, reason):

@@ -107,6 +107,9 @@ def check_out(out: str) -> Path:
     path = local_path(out)
     if path.is_dir():
         raise ConfigError(f"--json {out} is a folder: name a file")
+    parent = next(folder for folder in path.absolute().parents if folder.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise ConfigError(f"--json {out} cannot be written: {parent} is not a writable folder")
     return path
 
 
@@ -117,7 +120,8 @@ def resolve(parsed: EvalArguments) -> ResolvedModel:
 
 
 def run_perplexity(parsed: EvalArguments) -> tuple[list[Row], dict[str, Any]]:
-    from maxtext.inference.evaluation import perplexity, report
+    from maxtext.inference.evaluation import perplexity
+    from maxtext.inference.evaluation.report import build_report
 
     model = resolve(parsed)
     length, stride = parsed.options.get("--window"), parsed.options.get("--stride")
@@ -137,11 +141,7 @@ def run_perplexity(parsed: EvalArguments) -> tuple[list[Row], dict[str, Any]]:
         (name, f"{value:,}" if isinstance(value, int) else f"{value:.6g}")
         for name, value in record.items()
     ]
-    return table, {
-        **record,
-        "environment": report.environment(),
-        "settings": report.model_settings(model.path, model.config) | settings,
-    }
+    return table, build_report(model.path, model.config, record, settings)
 
 
 def run_tasks(parsed: EvalArguments) -> tuple[list[Row], dict[str, Any]]:
@@ -149,8 +149,9 @@ def run_tasks(parsed: EvalArguments) -> tuple[list[Row], dict[str, Any]]:
     for variable in ("TQDM_DISABLE", "HF_DATASETS_DISABLE_PROGRESS_BARS"):
         os.environ.setdefault(variable, "1")
     require("lm_eval", "maxtext eval --tasks")
-    from maxtext.inference.evaluation import report, tasks
+    from maxtext.inference.evaluation import tasks
     from maxtext.inference.evaluation.lm_eval_model import MaxTextLM
+    from maxtext.inference.evaluation.report import build_report
 
     names = [name.strip() for name in parsed.value.split(",") if name.strip()]
     if not names:
@@ -179,16 +180,13 @@ def run_tasks(parsed: EvalArguments) -> tuple[list[Row], dict[str, Any]]:
         "apply_chat_template": chat,
         "bootstrap_iters": tasks.BOOTSTRAP_ITERS,
     }
-    return tasks.score_rows(results), {
-        **results,
-        "truncated_requests": lm.num_truncated,
-        "environment": report.environment(),
-        "settings": report.model_settings(model.path, model.config) | settings,
-    }
+    scores = results | {"truncated_requests": lm.num_truncated}
+    return tasks.score_rows(results), build_report(model.path, model.config, scores, settings)
 
 
 def run_builtin(parsed: EvalArguments) -> tuple[list[Row], dict[str, Any]]:
-    from maxtext.inference.evaluation import report, run_benchmarks
+    from maxtext.inference.evaluation import run_benchmarks
+    from maxtext.inference.evaluation.report import build_report
 
     names = run_benchmarks.parse_names(parsed.value)
     options = parsed.options
@@ -211,11 +209,8 @@ def run_builtin(parsed: EvalArguments) -> tuple[list[Row], dict[str, Any]]:
         "limit": samples,
         "apply_chat_template": chat,
     }
-    return run_benchmarks.score_rows(results), {
-        "results": results,
-        "environment": report.environment(),
-        "settings": report.model_settings(model.path, model.config) | settings,
-    }
+    table = run_benchmarks.score_rows(results)
+    return table, build_report(model.path, model.config, {"results": results}, settings)
 
 
 MODES = {"--perplexity": run_perplexity, "--tasks": run_tasks, "--builtin": run_builtin}

@@ -47,6 +47,14 @@ def model_settings(path: str, config: MaxTextConfig) -> dict[str, Any]:
     return {"model": path} | {key: getattr(value, "value", value) for key, value in values.items()}
 
 
+def build_report(
+    path: str, config: MaxTextConfig, scores: dict[str, Any], options: dict[str, Any]
+) -> dict[str, Any]:
+    """The scores of the model at `path`, with the environment, settings and options."""
+    settings = model_settings(path, config) | options
+    return {**scores, "environment": environment(), "settings": settings}
+
+
 def write_report(path: str | os.PathLike, report: dict[str, Any]) -> None:
     """Write a report as JSON, in which a number that is not finite is null."""
     text = json.dumps(to_json(report), indent=1, ensure_ascii=False, default=str)
