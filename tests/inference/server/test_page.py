@@ -16,6 +16,7 @@ BROWSERS = [
     Path("/usr/bin", name) for name in ("chromium", "chromium-browser", "google-chrome", "chrome")
 ]
 MAX_BYTES = 150_000
+SECONDS = 60  # to wait for something: the first answer of the real server compiles programs
 ENDLESS = Reply("word ", part=5, seconds=0.02, is_endless=True)
 
 
@@ -83,7 +84,7 @@ def open_page(browser, problems):
     def open_address(url, path="/"):
         context = browser.new_context(viewport={"width": 1200, "height": 800})
         contexts.append(context)
-        context.set_default_timeout(10_000)
+        context.set_default_timeout(SECONDS * 1000)
         page = context.new_page()
         page.on("console", lambda m: m.type == "error" and problems.append(m.text))
         page.on("pageerror", lambda error: problems.append(str(error)))
@@ -141,7 +142,7 @@ def contents(body):
 
 
 def wait_until(condition):
-    end = time.monotonic() + 10
+    end = time.monotonic() + SECONDS
     while not condition():
         assert time.monotonic() < end, "it did not become true"
         time.sleep(0.02)
