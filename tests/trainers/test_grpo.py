@@ -12,7 +12,7 @@ import torch
 import transformers
 
 from maxtext.common.errors import ConfigError, UserError
-from maxtext.trainers import tune
+from maxtext.trainers import rollout, tune
 from maxtext.trainers.group_rollouts import check_agreement
 from maxtext.trainers.group_sampler import reward_metrics
 from maxtext.trainers.rollout_log import RolloutLog, ScoredRollout
@@ -320,3 +320,67 @@ def test_failing_reward_loses_no_update(base, tmp_path, light_compiler):
     resumed = tune.grpo(base, ROWS, rewards=[fragile], **keys)
     assert [row["step"] for row in resumed.metrics] == [1, 2]
     assert {each["step"] for each in rollouts_of(resumed)} == {0, 1, 2}
+
+
+def test_stale_weights_of_the_sampler_end_the_run(base, monkeypatch):
+    """A sync that does nothing after the first."""
+    kept = {}
+    create = rollout.InferenceEngine
+
+    def create_with_stale_weights(programs, weights, *args, **kwargs):
+        kept.setdefault("weights", jax.tree.map(lambda leaf: leaf.copy(), weights))
+        return create(programs, kept["weights"], *args, **kwargs)
+
+    monkeypatch.setattr(rollout, "InferenceEngine", create_with_stale_weights)
+    with pytest.raises(UserError, match="weight sync failed: the sampler has other values"):
+        tune.grpo(base, ROWS, rewards=[share_of_low_bytes], **RUN, steps=2, learning_rate=1e-4)
+
+
+@pytest.mark.slow
+def test_keys_of_a_run(base, tmp_path, light_compiler):
+    """Rewards of a file with weights, stop texts, truncated completions, spans and plots."""
+    (tmp_path / "mine.py").write_text(
+        "def length(prompts, completions, **columns):\n"
+        "    return [len(text) for text in completions]\n"
+        "async def first(prompts, completions, answer, **columns):\n"
+        "    return [float(ord(text[:1] or ' ')) for text in completions]\n"
+    )
+    stops = [chr(code) for code in range(97, 123)]
+    run = tune.grpo(
+        base,
+        ROWS,
+        **RUN,
+        base_output_directory=str(tmp_path),
+        run_name="keys",
+        enable_checkpointing=False,
+        steps=1,
+        reward_functions_path=str(tmp_path / "mine.py"),
+        reward_functions=["length", "first"],
+        reward_weights=[2.0, 0.5],
+        scale_rewards="none",
+        stop_strings=stops,
+        mask_truncated=True,
+        degenerate_group_masking=False,
+        loss_agg_mode="sequence-mean",
+        grpo_beta=0.0,
+        enable_tunix_perf_metrics=True,
+    )
+    rollouts = rollouts_of(run)
+    for each in rollouts:
+        expected = 2 * each["rewards"]["length"] + 0.5 * each["rewards"]["first"]
+        assert each["reward"] == pytest.approx(expected)
+        if each["finish_reason"] == "stop":  # with the first token that has a small letter
+            assert each["completion"][-1] in stops
+            assert not set(each["completion"][:-1]) & set(stops)
+    assert {each["finish_reason"] for each in rollouts} >= {"stop", "length"}
+    rewards = np.reshape([each["reward"] for each in rollouts], (2, 4))
+    advantages = (rewards - rewards.mean(1, keepdims=True)).ravel()
+    np.testing.assert_allclose([each["advantage"] for each in rollouts], advantages, atol=1e-4)
+    lengths = np.array([len(each["token_ids"]) for each in rollouts])
+    is_learned = np.array([each["finish_reason"] != "length" for each in rollouts])
+    # On policy the ratio is 1: the loss is the mean over learned rows of -A times their tokens.
+    loss = -(advantages * lengths)[is_learned].sum() / is_learned.sum()
+    assert run.metrics[0]["loss"] == pytest.approx(loss, rel=1e-4)
+    names = [json.loads(line)["name"] for line in (run.folder / "spans.jsonl").open()]
+    assert names == ["sync", "rollout", "reward", "score", "prepare", "update"]
+    assert (run.folder / "reward.png").is_file()
