@@ -23,7 +23,10 @@ def test_conversation_of_items():
         {
             "type": "message",
             "role": "assistant",
-            "content": [{"type": "output_text", "text": "Both."}],
+            "content": [
+                {"type": "output_text", "text": "Both"},
+                {"type": "refusal", "refusal": "."},
+            ],
         },
         {"role": "user", "content": "Thanks"},
     ]

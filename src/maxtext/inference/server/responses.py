@@ -30,14 +30,13 @@ SAME_FIELDS = (
 FIELDS = frozenset(
     (
         *("input", "instructions", "max_output_tokens", "tools", "tool_choice", "text"),
-        *("reasoning", "include", "client_metadata", "truncation", "stream_options"),
-        *("max_tool_calls", "top_logprobs", "prompt_cache_retention"),
+        *("reasoning", "include", "client_metadata", "stream_options"),
         *SAME_FIELDS,
         *UNSUPPORTED_FIELDS,
         *INERT_FIELDS,
     )
 )
-TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
+TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal")
 
 
 def parse_response_request(parser: RequestParser, body: Body) -> ApiRequest:
@@ -172,11 +171,14 @@ def join_parts(content: Any, name: str) -> str:
     if isinstance(content, str):
         return content
     parts: Sequence[Any] = content if isinstance(content, list) else [None]
+    texts = []
     for part in parts:
         is_text = isinstance(part, Mapping) and part.get("type") in TEXT_PARTS
-        if not is_text or not isinstance(part.get("text"), str):
+        text = part.get("refusal", part.get("text")) if is_text else None
+        if not isinstance(text, str):
             raise RequestError(f"{name} must be text or parts of text", "input")
-    return "".join(part["text"] for part in parts)
+        texts.append(text)
+    return "".join(texts)
 
 
 def response_settings(body: Body) -> dict[str, Any]:
