@@ -10,6 +10,7 @@ MOE = ["decoder_block=mixtral", "num_experts=8", "num_experts_per_tok=2"]
 LATENT = ["decoder_block=deepseek", "attention_type=mla"]
 INDEXED = [*LATENT, "use_indexer=true", "q_lora_rank=8"]
 MEMORY = ["engram_layers=[0]", "engram_vocab_bases=[20, 20]"]
+GRPO = ["grpo", "model_name=llama2-7b"]
 
 # words after `maxtext config`, and what the message must say
 CASES = {
@@ -30,6 +31,31 @@ CASES = {
         ["expansion_factor_real_data=1.5 does not divide"],
     ),
     "less than no bad records": (["max_bad_records=-2"], ["max_bad_records"]),
+    "a group of one": ([*GRPO, "num_generations=1"], ["set at least 2"]),
+    "a way to sample that is not there": (
+        [*GRPO, "eval_sampling_strategy=beam"],
+        ["'beam' is not known: use one of greedy, standard, liberal"],
+    ),
+    "evaluation that ends before it begins": (
+        [*GRPO, "num_test_batches=1", "test_batch_start_index=8"],
+        ["test_batch_start_index=8 is not below num_test_batches=1 times batch_size=8"],
+    ),
+    "slices of the sampler alone": (
+        [*GRPO, "num_samplers_slices=1"],
+        ["num_trainer_slices=-1 and num_samplers_slices=1: set both, or neither"],
+    ),
+    "chunks of weights that nobody copies": (
+        [*GRPO, "reshard_chunk_size=8"],
+        ["reshard_chunk_size=8", "it needs a sampler with devices of its own"],
+    ),
+    "rollouts ahead without the loop that has them": (
+        [*GRPO, "off_policy_steps=2"],
+        ["off_policy_steps=2", "it needs use_agentic_rollout=true"],
+    ),
+    "devices of no sampler": (
+        ["sampler_devices_fraction=0.25"],
+        ["sampler_devices_fraction=0.25", "it needs use_grpo=true"],
+    ),
     "weight of a teacher that is not there": (
         ["distill_alpha=0.3"],
         ["distill_alpha=0.3 (command line) would do nothing: it needs a teacher"],

@@ -1,16 +1,18 @@
 """Rollouts that are sampled ahead: which weights sample them, and what is not learned."""
 
 import shutil
+from collections import deque
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from maxtext.common.errors import ConfigError
+from maxtext.common.errors import ConfigError, UserError
 from maxtext.input_pipeline import BatchIterator
 from maxtext.trainers import tune
 from maxtext.trainers.group_rollouts import GroupRolloutStep
 from maxtext.trainers.group_sampler import SampledBatch
+from maxtext.trainers.hooks import TrainingFailed
 from maxtext.trainers.prompt_loader import Lookahead
 from maxtext.trainers.spans import Clock
 from tests.trainers.test_distillation import save_llama
@@ -50,6 +52,13 @@ def test_position_is_that_of_the_batches_taken():
     assert int(next(source)["inputs"][0]) == 2
 
 
+EMPTY = {"inputs": np.zeros((0, 1)), "inputs_segmentation": np.zeros((0, 1)), "record": []}
+
+
+def fail(*args):
+    raise UserError("no reward")
+
+
 def test_old_batches_are_sampled_anew():
     """A step that finds batches of versions 3 and 7 at step 8, with at most two updates between."""
     sampled = []
@@ -60,14 +69,13 @@ def test_old_batches_are_sampled_anew():
 
     step = object.__new__(GroupRolloutStep)
     step.step = 8
+    step.error = None
     step.config = SimpleNamespace(off_policy_steps=2)
     step.context = SimpleNamespace(model_weights=lambda state: None)
     step.engine = SimpleNamespace(
         sync=lambda weights, count: None, release=lambda: None, weight_sync=None
     )
     step.sampler = SimpleNamespace(sample=sample, num_requests=1)
-    from collections import deque
-
     old, young = (SampledBatch(8, version, rollouts=[], metrics={}) for version in (3, 7))
     step.queue = deque([old])
     assert step.take(None, [], Clock()).version == 8
@@ -75,6 +83,11 @@ def test_old_batches_are_sampled_anew():
     step.queue = deque([young])
     assert step.take(None, [], Clock()) is young
     assert sampled == [(8, 8)]
+    # An error of sampling ahead ends the run in the next step, with the weights of the last.
+    step.sampler = SimpleNamespace(sample=fail)
+    step.sample_later([(10, EMPTY)], 8, Clock())
+    with pytest.raises(TrainingFailed, match="no reward"):
+        step.take(None, [], Clock())
 
 
 @pytest.fixture(scope="module")

@@ -92,11 +92,12 @@ class GroupRolloutStep:
             self.config,
             self.engine,
             tokenizer=tokenizer,
-            rewards=[*(agent.rewards if agent else ()), *rewards],
+            rewards=rewards,
             stop_token_ids=stop_token_ids(self.config, checkpoint),
             agentic=agentic,
         )
         self.queue: deque[SampledBatch] = deque()  # of later steps, off policy
+        self.error: UserError | None = None  # of sampling them
         self.score = compile_score(context) if needs_old_logps(self.config) else None
         self.spans = SpanLog(folder) if self.config.enable_tunix_perf_metrics else None
         self.rollouts: list[ScoredRollout] = []
@@ -127,9 +128,7 @@ class GroupRolloutStep:
         clock.stop("prepare")
         version = self.step
         state, metrics = self.train_step(state, self.batch, key)
-        for step, batch in later:
-            self.queue.append(self.sampler.sample(read_prompts(batch), step, version, clock))
-        self.engine.release()
+        self.sample_later(later, version, clock)
         differences = np.asarray(metrics.pop(ROW_DIFFERENCES))
         positions = np.asarray(metrics.pop(ROW_POSITIONS)).astype(int)
         if is_on_policy:
@@ -141,9 +140,24 @@ class GroupRolloutStep:
         self.step += 1
         return state, metrics | self.metrics | clock.metrics()
 
+    def sample_later(
+        self, prompts: Sequence[tuple[int, Batch]], version: int, clock: Clock
+    ) -> None:
+        """Fill the queue. An error is raised by the next step, which has the updated weights."""
+        try:
+            for step, batch in prompts:
+                self.queue.append(self.sampler.sample(read_prompts(batch), step, version, clock))
+        except UserError as error:
+            self.error = error
+        finally:
+            self.engine.release()
+
     def take(self, state: TrainState, prompts: list[Prompt], clock: Clock) -> SampledBatch:
         """The batch of this step: of the queue, or sampled now. One that is older than
-        off_policy_steps updates is thrown away."""
+        off_policy_steps updates is thrown away. Raises TrainingFailed if sampling fails: the
+        weights of the last update are there, and will be saved."""
+        if self.error is not None:
+            raise training_failure(self.error) from self.error
         while self.queue:
             sampled = self.queue.popleft()
             if self.step - sampled.version <= self.config.off_policy_steps:
@@ -155,10 +169,7 @@ class GroupRolloutStep:
         try:
             return self.sampler.sample(prompts, self.step, self.step, clock)
         except UserError as error:
-            # The weights of the last update are there, and will be saved.
-            failure = TrainingFailed(str(error))
-            failure.details, failure.exit_code = error.details, error.exit_code
-            raise failure from error
+            raise training_failure(error) from error
         finally:
             self.engine.release()
 
@@ -174,7 +185,8 @@ class GroupRolloutStep:
         interval = self.config.num_iterations
         count = self.config.off_policy_steps // interval
         batches = self.data_loader.peek(count)
-        steps = range(self.step + interval, self.config.steps, interval)
+        first = self.step - self.step % interval  # a run may resume between updates of a batch
+        steps = range(first + interval, self.config.steps, interval)
         return list(zip(steps, batches, strict=False))[len(self.queue) :]
 
     def record(self, sampled: SampledBatch) -> None:
@@ -221,6 +233,12 @@ class GroupRolloutStep:
         rows = np.arange(len(scored), dtype=np.float32)
         fields |= {ADVANTAGES: values, IS_LEARNED: is_learned, ROW_INDEX: rows}
         return self.data_loader.to_device(fields)
+
+
+def training_failure(error: UserError) -> TrainingFailed:
+    failure = TrainingFailed(str(error))
+    failure.details, failure.exit_code = error.details, error.exit_code
+    return failure
 
 
 def compile_score(context: RunContext) -> Callable[[Any, Any], jax.Array]:

@@ -288,7 +288,7 @@ def sampling_step(
             context,
             train_step,
             data_loader=data_loader,
-            rewards=run_rewards(context.config, rewards),
+            rewards=run_rewards(context.config, rewards, agent.rewards if agent else ()),
             step=step,
             folder=run_folder(context.config),
             checkpoint=checkpoint,

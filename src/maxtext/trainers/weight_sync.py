@@ -48,5 +48,6 @@ class WeightSync:
             copies |= zip(paths, arrays, strict=True)
             if self.chunk_size is not None:
                 jax.block_until_ready(arrays)
-        self.frozen = {path: copies[path] for path, _ in leaves if self.is_frozen(path)}
+        if not self.frozen:
+            self.frozen = {path: copies[path] for path, _ in leaves if self.is_frozen(path)}
         return jax.tree.unflatten(structure, [copies[path] for path, _ in leaves])

@@ -109,6 +109,23 @@ def test_agentic_rollouts_without_tools_are_the_plain_ones(base, tmp_path, light
     assert [row["loss"] for row in runs[0].metrics] == [row["loss"] for row in runs[1].metrics]
 
 
+def test_rewards_of_a_run_with_an_environment(base):
+    from maxtext.trainers.agents.agent import Agent
+    from maxtext.trainers.rewards.builtin import run_rewards
+    from maxtext.trainers.rewards.functions import reward_functions
+
+    class Config:
+        reward_functions_path = ""
+        reward_weights = None
+
+    environment = Agent.from_python((), Echo).rewards
+    functions = reward_functions([share_of_low_bytes])
+    names = [each.name for each in run_rewards(Config, functions, environment)]
+    assert names == ["environment", "share_of_low_bytes"]
+    # The built-in rewards compare with answers, which the rows of an environment need not have.
+    assert [each.name for each in run_rewards(Config, (), environment)] == ["environment"]
+
+
 def test_refused_agents(base, tmp_path):
     with pytest.raises(ConfigError, match="exclude each other"):
         train(base, tmp_path, tools=[add], environment=Echo)

@@ -19,10 +19,13 @@ ANSWER_COLUMNS = ("answer", "answers", "solution", "target")
 
 
 def run_rewards(
-    config: MaxTextConfig, functions: Sequence[RewardFunction] = ()
+    config: MaxTextConfig,
+    functions: Sequence[RewardFunction] = (),
+    environment: Sequence[RewardFunction] = (),
 ) -> list[RewardFunction]:
-    """The reward functions of a run: given ones, those of reward_functions_path, or the built-in
-    ones; with reward_weights. Raises ConfigError."""
+    """The reward functions of a run: those of its environment, and given ones, those of
+    reward_functions_path, or without any of these the built-in ones; with reward_weights. Raises
+    ConfigError."""
     path = config.reward_functions_path
     if functions and path:
         raise ConfigError(
@@ -30,6 +33,7 @@ def run_rewards(
         )
     if path:
         functions = load_reward_functions(path, config.reward_functions)
+    functions = [*environment, *functions]
     return with_weights(functions or builtin_rewards(config), config.reward_weights)
 
 
