@@ -73,6 +73,25 @@ def save_preferences(
     print(f"\nplot: {folder / 'preferences.png'}")
 
 
+def save_rewards(
+    folder: Path,
+    name: str,
+    before: float,
+    after: float,
+    stopwatch: Stopwatch,
+    rewards: list[float],
+) -> None:
+    """Write, print and draw what reinforcement learning changed."""
+    seconds = {"seconds": stopwatch.seconds, "cpu_seconds": stopwatch.cpu_seconds}
+    result = {"before": before, "after": after, "rewards": rewards, **seconds}
+    write_result(folder, name, result)
+    print(f"\n{'right answers':18}{'before':>8}{'after':>8}")
+    print(f"{'held-out problems':18}{before:8.1%}{after:8.1%}")
+    print(f"GRPO took {stopwatch.seconds:.0f} s, {stopwatch.cpu_seconds:.0f} CPU seconds")
+    draw_rewards(result).savefig(folder / f"{name}.png")
+    print(f"\nplot: {folder / f'{name}.png'}")
+
+
 def write_result(folder: Path, name: str, result: dict[str, Any]) -> None:
     path = folder / name / "result.json"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -102,6 +121,23 @@ def draw_fine_tuning(results: dict[str, dict[str, Any]]) -> Figure:
     right.set_title("Exact match on held-out words", loc="left")
     for axes in (left, right):
         axes.legend(frameon=False, ncols=2 if axes is right else 1, loc="upper right")
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def draw_rewards(result: dict[str, Any]) -> Figure:
+    """The mean reward of each step, and the share of right answers before and after."""
+    figure = Figure(figsize=(10, 4), dpi=120, layout="constrained")
+    left, right = figure.subplots(1, 2, width_ratios=(3, 2))
+    left.plot(result["rewards"], color=AFTER, linewidth=1.4)
+    left.set(xlabel="step", ylabel="mean reward", ylim=(0, 1.05))
+    left.set_title("Training", loc="left")
+    for index, (when, color) in enumerate((("before", BEFORE), ("after", AFTER))):
+        draw_share(right, index, result[when], color, "")
+    right.set_xticks((0, 1), ("before", "after"))
+    right.set(ylim=(0, 1.25), yticks=(0, 0.5, 1), yticklabels=("0%", "50%", "100%"))
+    right.set_title("Right answers to held-out problems", loc="left")
+    for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
     return figure
 

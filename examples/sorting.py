@@ -61,11 +61,13 @@ class Settings:
     heldout: int
 
 
-def parse_arguments(description: str | None, steps: int) -> Settings:
+def parse_arguments(description: str | None, steps: int, base_steps: int = 200) -> Settings:
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--folder", type=Path, default=Path("maxtext_output/examples"))
     parser.add_argument("--steps", type=int, default=steps, help="of fine-tuning")
-    parser.add_argument("--base-steps", type=int, default=200, help="of training the base model")
+    parser.add_argument(
+        "--base-steps", type=int, default=base_steps, help="of training the base model"
+    )
     parser.add_argument("--rows", type=int, default=5000, help="to learn from")
     parser.add_argument("--heldout", type=int, default=200, help="words to measure on")
     return Settings(**vars(parser.parse_args()))

@@ -13,7 +13,10 @@ from maxtext.trainers import train
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SMALL = ("--steps", "2", "--base-steps", "2", "--rows", "64", "--heldout", "2")
-PLOTS = dict.fromkeys(("sft", "lora", "qlora"), "fine_tuning.png") | {"dpo": "preferences.png"}
+PLOTS = dict.fromkeys(("sft", "lora", "qlora"), "fine_tuning.png") | {
+    "dpo": "preferences.png",
+    "tools": "tools.png",
+}
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +57,8 @@ def test_example_runs(name, run_example, folder, capsys):
     result = json.loads((folder / name / "result.json").read_text())
     if name == "dpo":
         assert len(result["after"]["margins"]) == 2
+    elif name == "tools":
+        assert len(result["rewards"]) == 2
     else:
         assert 0 <= result["after"] <= 1
         assert len(result["losses"]) == 2
