@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from maxtext.cli import arguments
 from maxtext.common import log, processes, signals
+from maxtext.common.compilation_cache import use_compilation_cache
 from maxtext.common.errors import ConfigError, as_config_error
 from maxtext.common.hub import find_folder
 from maxtext.common.supervise import die_with_launcher
@@ -134,6 +135,4 @@ def configure_jax(config: MaxTextConfig) -> None:
         jax.config.update(
             "jax_remove_size_one_mesh_axis_from_type", config.remove_size_one_mesh_axis_from_type
         )
-    if config.jax_cache_dir:
-        jax.config.update("jax_compilation_cache_dir", config.jax_cache_dir)
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+    use_compilation_cache(config.jax_cache_dir)
