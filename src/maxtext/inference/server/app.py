@@ -304,7 +304,7 @@ def has_long_preparation(body: Body) -> bool:
     return (
         not isinstance(prompt, str | list)
         or len(prompt) > MAX_SHORT_PROMPT
-        or (isinstance(prompt, list) and not all(isinstance(each, int) for each in prompt))
+        or (isinstance(prompt, list) and not isinstance(next(iter(prompt), None), int))
         or "response_format" in body
         or "structured_outputs" in body
     )

@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from maxtext.inference.validation import RequestError, check_bool, is_id, shorten
+from maxtext.inference.validation import RequestError, check_bool, shorten
 
 Body = Mapping[str, Any]
 REASONING_NAMES = ("reasoning_content", "reasoning", "thinking")  # of a message
@@ -69,7 +69,7 @@ def parse_prompts(body: Body) -> list[str | list[int]]:
     """The prompts of /v1/completions: a text, texts, token ids, or lists of token ids."""
     prompt = body.get("prompt")
     if isinstance(prompt, str) or is_ids(prompt):
-        prompt = [prompt]
+        return [prompt]
     is_list = isinstance(prompt, list) and bool(prompt)
     if not is_list or not (
         all(isinstance(each, str) for each in prompt or ()) or all(map(is_ids, prompt or ()))
@@ -83,7 +83,8 @@ def parse_prompts(body: Body) -> list[str | list[int]]:
 
 
 def is_ids(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(map(is_id, value))
+    """Whether a value of JSON is a list of token ids: integers, which Booleans are not."""
+    return isinstance(value, list) and set(map(type, value)) == {int} and min(value) >= 0
 
 
 def parse_messages(body: Body) -> list[dict[str, Any]]:
