@@ -68,7 +68,7 @@ def plot_distribution(axes: "Axes", curves: dict[str, tuple[np.ndarray, str]]) -
         axes.step(milliseconds, shares, where="post", color=color, label=f"{name}\n{numbers} ms")
         axes.plot(points, PERCENTILES, "o", color=color, markersize=5)
     axes.set_xscale("log")
-    label_all_ticks(axes.xaxis)
+    label_ticks(axes.xaxis)
     axes.set_ylim(0, 103)
     axes.set_xlabel("milliseconds")
     axes.set_ylabel("percent at most")
@@ -82,10 +82,12 @@ def format_number(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def label_all_ticks(axis: Any) -> None:
-    """Label 1, 2 and 5 of every power of ten."""
+def label_ticks(axis: Any) -> None:
+    """Label powers of ten, with 2 and 5 times these if there are few of them."""
     ticker = require("matplotlib.ticker", FEATURE)
-    axis.set_major_locator(ticker.LogLocator(subs=(1.0, 2.0, 5.0), numticks=12))
+    low, high = axis.get_view_interval()
+    subs = (1.0, 2.0, 5.0) if high < 1e3 * low else (1.0,)
+    axis.set_major_locator(ticker.LogLocator(subs=subs, numticks=12))
     axis.set_major_formatter(lambda value, _: f"{value:,g}")
     axis.set_minor_formatter(ticker.NullFormatter())
 
@@ -141,7 +143,7 @@ def plot_requests(axes: "Axes", result: LoadResult) -> None:
             label=f"failed ({len(failed)})",
         )
     axes.set_yscale("log")
-    label_all_ticks(axes.yaxis)
+    label_ticks(axes.yaxis)
     axes.set_xlabel("seconds")
     axes.set_ylabel("milliseconds")
     axes.set_title("requests by the time of their arrival", loc="left")

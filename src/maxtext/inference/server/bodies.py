@@ -67,7 +67,7 @@ def object_field(body: Body, name: str) -> Body:
 
 def parse_prompts(body: Body) -> list[str | list[int]]:
     """The prompts of /v1/completions: a text, texts, token ids, or lists of token ids."""
-    prompt = body.get("prompt")
+    prompt: Any = body.get("prompt")
     if isinstance(prompt, str) or is_ids(prompt):
         return [prompt]
     is_list = isinstance(prompt, list) and bool(prompt)

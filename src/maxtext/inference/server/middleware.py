@@ -4,6 +4,7 @@ It is plain ASGI, since starlette's `BaseHTTPMiddleware` would hide from a respo
 has left.
 """
 
+import asyncio
 import hmac
 import re
 from collections.abc import Awaitable, Callable, Sequence
@@ -20,6 +21,7 @@ from maxtext.inference.server.metrics import ServerMetrics
 AsgiApp = Callable[[Any, Receive, Send], Awaitable[None]]
 # Paths that need no key.
 OPEN_PATHS = {"/", "/health", "/ping", "/version", "/metrics"}
+MAX_STARTS = 8  # requests in one turn of the event loop
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -32,6 +34,9 @@ class RequestMiddleware:
         self.app = app
         self.metrics = metrics
         self.log_requests = log_requests
+        # Of a thousand requests that arrive together, few start in one turn of the event loop, so
+        # that streams and /health go on meanwhile.
+        self.turn = asyncio.Semaphore(MAX_STARTS)
 
     async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -50,6 +55,9 @@ class RequestMiddleware:
             await send(message)
 
         try:
+            if scope["method"] == "POST":
+                async with self.turn:
+                    await asyncio.sleep(0)
             await self.app(scope, receive, send_with_id)
         except Exception as error:
             response = error_response(ApiError.from_exception(error, request_id))
