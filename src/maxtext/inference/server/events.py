@@ -106,7 +106,7 @@ class EventStreamResponse(Response):
             event = await self.first_event
             while event is not None:
                 await self.send_event(send, event)
-                # A task with a timeout for each event would cost as much as all else together.
+                # Without a task and a timeout for each event, which would cost a quarter more.
                 event = await anext(self.events, None)
         except Exception as error:
             await self.send_event(send, encode_event(self.on_error(error).body()))
