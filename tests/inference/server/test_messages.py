@@ -8,7 +8,8 @@ import pytest
 from maxtext import LLM
 from tests.inference import few_shapes
 from tests.inference.server.local_server import run_server
-from tests.inference.test_structured_outputs import SIZES
+from tests.inference.server.test_tools import TOOLS
+from tests.inference.test_structured_outputs import SCHEMAS, SIZES
 
 CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
 MESSAGES = [{"role": "user", "content": "Hi"}]
@@ -94,6 +95,31 @@ def test_calls_of_chats(http, parallel, num_calls):
         {"name": "f", "arguments": ""},
         {"arguments": '{"x": 1}'},
     ]
+
+
+@pytest.mark.slow
+def test_required_calls_of_a_random_model_validate(http):
+    jsonschema = pytest.importorskip("jsonschema")
+    body = {"messages": [{"role": "user", "content": "Hi"}], "tools": TOOLS, "max_tokens": 100}
+    named = {"type": "function", "function": {"name": "set_tags"}}
+    for seed, choice in enumerate(("required", "required", named)):
+        ask = {**body, "tool_choice": choice, "seed": seed}
+        (result,) = http.post(CHAT, json=ask).json()["choices"]
+        assert (result["finish_reason"], result["message"]["content"]) == ("tool_calls", None)
+        (call,) = result["message"]["tool_calls"]
+        index = ("add_person", "set_tags").index(call["function"]["name"])
+        jsonschema.validate(json.loads(call["function"]["arguments"]), SCHEMAS[index])
+        response = http.post(CHAT, json={**ask, "stream": True})
+        chunks = [json.loads(line[6:]) for line in response.text.split("\n\n")[:-2]]
+        deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+        parts = [part for delta in deltas for part in delta.get("tool_calls", ())]
+        assert [part["index"] for part in parts] == [0] * len(parts)
+        assert parts[0]["type"] == "function"
+        assert parts[0]["function"]["name"] == call["function"]["name"]
+        assert not any("id" in part for part in parts[1:])
+        text = "".join(part["function"]["arguments"] for part in parts)
+        assert text == call["function"]["arguments"]
+        assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
 
 
 def respond(client, text, **fields):
