@@ -333,3 +333,20 @@ def test_a_program_whose_text_cannot_be_read(monkeypatch, capfd):
     assert "RET_CHECK failure (hlo_instruction.cc:390) async-update)" in shown
     assert "more" not in program.collectives_error
     assert to_json(result, {})["compiled"]["collectives"] is None
+
+
+def test_caches_of_rollouts_count_while_they_are_sampled():
+    keys = [
+        "use_grpo=true", "dataset_type=hf", "packing=false", "batch_size=3", "num_generations=5",
+        "max_prefill_predict_length=8", "kv_cache_buffer=4", "max_num_seqs=11", "grpo_beta=0",
+        "num_test_batches=0", "dtype=bfloat16",
+    ]  # fmt: skip
+    model = [key for key in MODEL if not key.startswith("dataset_type")]
+    config = load(None, [*model, *keys], environ={}, devices=Devices(1))
+    estimate = estimate_memory(config, find_target("v5p:1x1x1"), compiling=False)
+    keys_and_values = 2 * GROUPS * HEAD * LAYERS * 2  # bytes of a token, in bfloat16
+    assert estimate.rollout_caches == 11 * (LENGTH + 4) * keys_and_values
+    state = estimate.weights.device + estimate.optimizer.device
+    larger = replace(estimate, rollout_caches=10**12)
+    assert larger.needed == state + 10**12
+    assert estimate.needed == replace(estimate, rollout_caches=0).needed

@@ -59,12 +59,15 @@ def memory_rows(estimate: Estimate) -> list[tuple[str, int, str]]:
     """The memory of one device: (name, bytes, where the number comes from)."""
     program = estimate.program
     frozen = ("frozen reference", estimate.reference.device, "shapes and shards")
+    note = "shapes; freed before an update, so beside its temporaries only the larger counts"
+    caches = ("rollout caches", estimate.rollout_caches, note)
     rows = [
         ("weights", estimate.weights.device, "shapes and shards"),
         ("optimizer", estimate.optimizer.device, "shapes and shards"),
         *([frozen] if estimate.reference.device else []),
         ("gradients", estimate.gradients, "shapes and shards; part of the temporaries"),
         ("batch", estimate.batch, "shapes and shards"),
+        *([caches] if estimate.rollout_caches else []),
         (
             "saved activations",
             estimate.current.device,
@@ -261,6 +264,7 @@ def to_json(estimate: Estimate, plans: dict[str, Plan | None]) -> dict[str, Any]
         "reference": estimate.reference.device,
         "gradients": estimate.gradients,
         "batch": estimate.batch,
+        "rollout_caches": estimate.rollout_caches,
         "temporaries": estimate.temporaries,
         "host": estimate.host,
         "needed": estimate.needed,

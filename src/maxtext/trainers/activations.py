@@ -147,6 +147,10 @@ def trace(config: MaxTextConfig, device: AxisRules, without_head: bool = False) 
     batch = dict.fromkeys(batch_fields(config), tokens) | dict.fromkeys(
         objective.row_fields, jax.ShapeDtypeStruct((ROWS,), jnp.float32)
     )
+    batch |= {
+        name: jax.ShapeDtypeStruct((*tokens.shape, size), dtype)
+        for name, (size, dtype) in objective.token_fields.items()
+    }
     jaxpr, shapes = jax.make_jaxpr(forward_backward, return_shape=True)(
         context.abstract_state, batch
     )

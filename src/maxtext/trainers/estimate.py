@@ -120,6 +120,7 @@ class Estimate:
     policies: list[SavedActivations]
     working: int  # computed: one layer's activations and gathered weights, besides saved ones
     batch_shards: int  # into which the mesh splits a batch
+    rollout_caches: int = 0  # of reinforcement learning; they are freed before an update
     program: Program | None = None
     refusal: str = ""  # the error of a compiler for which the target is too small
 
@@ -140,11 +141,12 @@ class Estimate:
 
     @property
     def needed(self) -> int:
-        """Bytes of one device."""
-        if self.program is not None:
-            return self.program.needed
+        """Bytes of one device, in an update or while rollouts are sampled."""
         state = self.weights.device + self.optimizer.device + self.reference.device
-        return state + self.batch + self.temporaries
+        sampling = state + self.rollout_caches if self.rollout_caches else 0
+        if self.program is not None:
+            return max(self.program.needed, sampling)
+        return max(state + self.batch + self.temporaries, sampling)
 
     @property
     def host(self) -> int:
@@ -241,8 +243,19 @@ def estimate_memory(config: MaxTextConfig, target: Target, compiling: bool = Tru
             context.rules, context.template.weights, context.template.axes, config.dtype.value
         ),
         batch_shards=batch_shards(context.rules),
+        rollout_caches=rollout_cache_bytes(context),
     )
     return with_program(computed, context) if compiling else computed
+
+
+def rollout_cache_bytes(context: RunContext) -> int:
+    """Bytes of one device for the caches of the rollouts of a step; 0 without rollouts."""
+    if not context.config.use_grpo:
+        return 0
+    from maxtext.trainers.rollout import cache_bytes  # imports the engine of inference
+
+    total = cache_bytes(context.config, context.objective.model_template, context.rules)
+    return total // context.rules.mesh.size
 
 
 def with_program(estimate: Estimate, context: RunContext) -> Estimate:

@@ -23,7 +23,7 @@ import numpy as np
 from maxtext.checkpoint.open import Checkpoint, open_checkpoint
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.configs.types import MaxTextConfig
-from maxtext.inference.cache_config import fit_slots
+from maxtext.inference.cache_config import fit_slots, make_cache_config
 from maxtext.inference.engine import InferenceEngine
 from maxtext.inference.llm import MAX_SLOTS
 from maxtext.inference.loading import find_eos_ids
@@ -120,8 +120,7 @@ class RolloutEngine:
         elif config.parameter_memory_host_offload:
             shardings = self.rules.shardings(self.template.axes, self.template.weights)
             weights = jax.device_put(weights, jax.tree.map(on_device, shardings))
-        buffer = config.kv_cache_buffer if config.use_grpo else 0
-        length = config.max_target_length + buffer
+        length = cache_length(config)
         limit = min(num_requests, config.max_num_seqs or MAX_SLOTS)
         slots = fit_slots(self.programs, limit, length, config.hbm_utilization_vllm)
         # Time must not decide which programs run: a resumed run samples the same bits.
@@ -218,6 +217,25 @@ class RolloutSession:
                 finish_reason=completion.finish_reason,
             )
         return rollouts
+
+
+def cache_length(config: MaxTextConfig) -> int:
+    """Tokens of the cache of a sequence."""
+    return config.max_target_length + (config.kv_cache_buffer if config.use_grpo else 0)
+
+
+def cache_bytes(config: MaxTextConfig, template: Template, rules: AxisRules) -> int:
+    """Bytes of the caches of all rollouts that are sampled at a time, on all devices together."""
+    prompts = config.rollout_micro_batch_size
+    requests = config.num_generations * (prompts if prompts > 0 else config.batch_size)
+    programs = Programs(config, template, rules, build_context(config, rules))
+    slots = min(requests, config.max_num_seqs or MAX_SLOTS)
+    caches = jax.eval_shape(
+        lambda: programs.runner.init_caches(
+            make_cache_config(programs, slots, cache_length(config))
+        )
+    )
+    return sum(array.size * array.dtype.itemsize for array in jax.tree.leaves(caches))
 
 
 def check_synced(trainer_weights: Any, sampler_weights: Any) -> None:
