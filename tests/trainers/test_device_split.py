@@ -152,9 +152,16 @@ def base(tmp_path_factory):
 
 
 @pytest.mark.slow
+def test_trainer_and_sampler_have_their_own_devices(base):
+    """The run itself compares the sampler's log-probabilities with the trainer's."""
+    (halves,) = run_devices(base, 8, HALVES)
+    assert halves["devices"] == [0, 1, 2, 3]
+    assert len(halves["rewards"]) == 2
+
+
+@pytest.mark.exhaustive
 def test_halves_of_the_devices_train_like_one_each(base):
     halves, one_each = run_devices(base, 8, HALVES, ONE_EACH)
-    assert halves["devices"] == [0, 1, 2, 3]
     assert one_each["devices"] == [0]
     assert_equal(halves, one_each)
 
