@@ -290,21 +290,21 @@ def test_closed_stream_frees_its_slot(llm):
 def test_warm_up_compiles_what_is_needed(folder):
     sizes = {"max_target_length": 32, "max_prefill_predict_length": 8, "per_device_batch_size": 2}
     llm = LLM.load(folder, **EXACT, **sizes, enable_model_warmup=True)
-    compiled = [program._cache_size() for program in (llm.programs.prefill, llm.programs.decode)]
-    list(
-        llm.completions(
-            iter(
-                [
-                    new_request([5] * 8, 4, ignore_eos=True),
-                    new_request([6] * 3, 20, ignore_eos=True),
-                ]
-            )
-        )
-    )
-    assert min(compiled) > 0
-    assert [
-        program._cache_size() for program in (llm.programs.prefill, llm.programs.decode)
-    ] == compiled
+    assert min(num_compiled(llm)) > 0
+    for temperature in (0.0, 1.0):
+        if temperature:
+            llm.warm_up(SamplingParams(temperature=temperature))
+        compiled = num_compiled(llm)
+        requests = [
+            new_request([5] * 8, 4, temperature=temperature, ignore_eos=True),
+            new_request([6] * 3, 20, temperature=temperature, ignore_eos=True),
+        ]
+        list(llm.completions(iter(requests)))
+        assert num_compiled(llm) == compiled
+
+
+def num_compiled(llm):
+    return [program._cache_size() for program in (llm.programs.prefill, llm.programs.decode)]
 
 
 @pytest.mark.slow

@@ -128,6 +128,8 @@ def serve_until_signal(parsed: ServeArguments, served: "ServedModel", server: "H
 
 def build_model(parsed: ServeArguments, session: GenerationSession) -> "ServedModel":
     from maxtext.inference.async_engine import AsyncEngine
+    from maxtext.inference.sampling_params import SamplingParams
+    from maxtext.inference.server.fields import DEFAULT_TEMPERATURE
     from maxtext.inference.server.model import ServedModel, read_sampling_defaults
     from maxtext.inference.server.reasoning import find_reasoning_parser
     from maxtext.inference.server.tool_parsers import find_tool_parser
@@ -138,6 +140,8 @@ def build_model(parsed: ServeArguments, session: GenerationSession) -> "ServedMo
         template = dataclasses.replace(template, origin="this model")
     source = template.source if template else ""
     defaults = read_sampling_defaults(session.llm) if parsed.uses_generation_config else {}
+    if session.config.enable_model_warmup:  # loading warms up the sampling of the keys
+        session.llm.warm_up(SamplingParams(**{"temperature": DEFAULT_TEMPERATURE} | defaults))
     return ServedModel(
         llm=session.llm,
         engine=AsyncEngine(session.llm, max_queue=parsed.max_queue),

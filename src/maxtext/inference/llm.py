@@ -386,11 +386,17 @@ class LLM(AdapterMethods):
         self.engines.add(self.engine)
         return self.engine
 
-    def warm_up(self) -> None:
-        """Compile what `completions` of an iterator needs; see `warmup_requests`."""
-        slots, length = self.config.global_batch_size_to_load, self.config.max_target_length
-        executor = self.engine_for(slots, length).executor
-        for requests in warmup_requests(self.config, executor.decode_rows, executor.few_programs):
+    def warm_up(self, params: SamplingParams | None = None) -> None:
+        """Compile what `completions` of an iterator needs for requests that are sampled like
+        `params`, by default as the decode_sampling_* keys say."""
+        config = self.config
+        params = params or SamplingParams.from_config(config)
+        executor = self.engine_for(
+            config.global_batch_size_to_load, config.max_target_length
+        ).executor
+        for requests in warmup_requests(
+            config, params, executor.decode_rows, executor.few_programs
+        ):
             list(self.completions(iter(requests)))
 
     def save(self, folder: str | os.PathLike, progress: Progress | None = None) -> None:

@@ -11,10 +11,10 @@ from maxtext.inference.shapes import next_power_of_two, row_tokens
 
 
 def warmup_requests(
-    config: MaxTextConfig, decode_rows: Iterable[int], static_steps: bool
+    config: MaxTextConfig, params: SamplingParams, decode_rows: Iterable[int], static_steps: bool
 ) -> Iterator[list[GenerationRequest]]:
     """Lists of requests for prompts up to max_prefill_predict_length, sequences up to
-    max_target_length, and the sampling of the decode_sampling_* keys.
+    max_target_length, and tokens that are sampled as with `params`.
 
     `decode_rows` are the batch sizes of decode programs. With `static_steps`, a decode program has
     a fixed number of steps, so that the remainder of a completion needs another program.
@@ -27,11 +27,11 @@ def warmup_requests(
     counts = {min(1 << bit, slots) for bit in range(next_power_of_two(slots).bit_length())}
     counts |= set(decode_rows)
     logprobs = 0 if config.return_log_prob else None
-    base = SamplingParams.from_config(config, ignore_eos=True, logprobs=logprobs)
+    params = replace(params, ignore_eos=True, logprobs=logprobs)
     prompt_index = 0
     for size in dict.fromkeys(sizes):
         max_new_tokens = min(MAX_DECODE_STEPS + 2, length - size) if static_steps else 2
-        params = replace(base, max_new_tokens=max_new_tokens)
+        params = replace(params, max_new_tokens=max_new_tokens)
         for count in sorted(counts):
             requests = []
             for _ in range(count):

@@ -24,6 +24,7 @@ from maxtext.inference.server.tools import ToolOptions, parse_tools
 from maxtext.inference.structured_outputs import StructuredOutputs, parse_response_format
 from maxtext.inference.validation import RequestError, check_range, check_whole_number
 
+DEFAULT_TEMPERATURE = 1.0  # of requests, unless generation_config.json has another
 SAMPLING_FIELDS = (
     "temperature",
     "top_p",
@@ -293,7 +294,7 @@ class RequestParser:
             given["structured_outputs"] = parse_response_format(body["response_format"])
         if "seed" in given:
             check_whole_number("seed", given["seed"])
-        defaults = {"temperature": 1.0, "seed": secrets.randbits(32)}
+        defaults = {"temperature": DEFAULT_TEMPERATURE, "seed": secrets.randbits(32)}
         return defaults | dict(self.model.sampling_defaults) | given
 
     def max_tokens(self, body: Body, prompt_length: int, default: int, at_least: int) -> int:
