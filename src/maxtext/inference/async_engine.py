@@ -362,6 +362,7 @@ class AsyncEngine:
                 self.status = "engine_failed"
             self.stopping = True
             return
+        self.engine.executor.release()  # the device may not have the memory for both caches
         self.replace_engine()
 
     def update_stats(self) -> None:
