@@ -9,7 +9,7 @@ WORKERS ?= 2
 # Tests start many processes, which read the bytecode that the first one writes.
 export PYTHONDONTWRITEBYTECODE :=
 
-EXAMPLES = sft lora qlora dpo tools
+EXAMPLES = sft lora qlora dpo grpo tools
 SOURCES = src tests benchmarks examples
 
 .PHONY: quickstart examples $(EXAMPLES:%=example-%) test test-all lint format clean
@@ -18,8 +18,8 @@ quickstart: .venv/base
 	$(BIN)/maxtext train quickstart
 	@echo "to use the command maxtext in this shell: source $(BIN)/activate"
 
-# Fine-tune a tiny model in five ways; make example-sft, example-lora, example-qlora, example-dpo and
-# example-tools run one. Results and plots are in maxtext_output/examples/.
+# Fine-tune a tiny model in six ways; make example-sft, example-lora, example-qlora, example-dpo,
+# example-grpo and example-tools run one. Results and plots are in maxtext_output/examples/.
 examples: .venv/base
 	for name in $(EXAMPLES); do $(BIN)/python examples/$$name.py || exit; done
 

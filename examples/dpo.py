@@ -21,7 +21,7 @@ MAX_LENGTH = 32  # tokens of a prompt with its reply
 
 def main() -> None:
     settings = sorting.parse_arguments(__doc__, steps=100)
-    start = two_styles_model(settings)
+    start = two_styles_model(settings, sft_steps=4 * settings.steps)
     heldout = sorting.heldout_words(settings)
     pairs = [preference_pair(word) for word in sorting.training_words(settings)]
     before = measure(LLM.load(start), start, heldout)
@@ -43,7 +43,7 @@ def main() -> None:
     report.save_preferences(settings.folder, before, after, stopwatch)
 
 
-def two_styles_model(settings: sorting.Settings) -> Path:
+def two_styles_model(settings: sorting.Settings, sft_steps: int) -> Path:
     """The folder of the base model after SFT on replies in both styles."""
     folder = settings.folder / "two_styles"
     if not folder.is_dir():
@@ -53,7 +53,7 @@ def two_styles_model(settings: sorting.Settings) -> Path:
             for pair in pairs
             for style in ("chosen", "rejected")
         ]
-        keys = sorting.COMMON | {"steps": 4 * settings.steps, "learning_rate": 3e-3}
+        keys = sorting.COMMON | {"steps": sft_steps, "learning_rate": 3e-3}
         run = tune.sft(sorting.base_model(settings), rows, **keys)
         run.model.save_hf(folder)
     return folder

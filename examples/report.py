@@ -92,6 +92,20 @@ def save_rewards(
     print(f"\nplot: {folder / f'{name}.png'}")
 
 
+def save_seeds(
+    folder: Path, before: float, runs: list[dict[str, Any]], stopwatch: Stopwatch
+) -> None:
+    """Write, print and draw what runs of reinforcement learning changed."""
+    seconds = {"seconds": stopwatch.seconds, "cpu_seconds": stopwatch.cpu_seconds}
+    write_result(folder, "grpo", {"before": before, "runs": runs, **seconds})
+    print(f"\n{'exact match':12}{'seed':>5}{'before':>8}{'after':>8}")
+    for run in runs:
+        print(f"{run['name']:12}{run['seed']:5}{before:8.1%}{run['after']:8.1%}")
+    print(f"all took {stopwatch.seconds:.0f} s, {stopwatch.cpu_seconds:.0f} CPU seconds")
+    draw_seeds(before, runs).savefig(folder / "reinforcement.png")
+    print(f"\nplot: {folder / 'reinforcement.png'}")
+
+
 def write_result(folder: Path, name: str, result: dict[str, Any]) -> None:
     path = folder / name / "result.json"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -167,5 +181,29 @@ def draw_preferences(result: dict[str, Any]) -> Figure:
     right.set_title("Sampled replies", loc="left")
     for axes in (left, right):
         axes.legend(frameon=False, ncols=2 if axes is right else 1, loc="upper right")
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def draw_seeds(before: float, runs: list[dict[str, Any]]) -> Figure:
+    """The mean reward of each step, and exact match before and after each run."""
+    figure = Figure(figsize=(10, 4), dpi=120, layout="constrained")
+    left, right = figure.subplots(1, 2, width_ratios=(3, 2))
+    names = list(dict.fromkeys(run["name"] for run in runs))
+    colors = dict(zip(names, (AFTER, "#e26a1c"), strict=False))
+    for run in runs:
+        label = run["name"] if run["seed"] == runs[0]["seed"] else None
+        left.plot(run["rewards"], color=colors[run["name"]], linewidth=1.2, label=label)
+    draw_share(right, 0, before, BEFORE, "")
+    for index, run in enumerate(runs):
+        draw_share(right, index + 1, run["after"], colors[run["name"]], "")
+    labels = ["before", *(f"{run['name']}\nseed {run['seed']}" for run in runs)]
+    right.set_xticks(range(len(labels)), labels, fontsize=8)
+    right.set(ylim=(0, 1.15), yticks=(0, 0.5, 1), yticklabels=("0%", "50%", "100%"))
+    left.set(xlabel="step", ylabel="mean reward of sampled replies", ylim=(0, 1.05))
+    left.set_title("Training", loc="left")
+    right.set_title("Exact match on held-out words", loc="left")
+    left.legend(frameon=False, loc="lower right")
+    for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
     return figure

@@ -15,6 +15,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 SMALL = ("--steps", "2", "--base-steps", "2", "--rows", "64", "--heldout", "2")
 PLOTS = dict.fromkeys(("sft", "lora", "qlora"), "fine_tuning.png") | {
     "dpo": "preferences.png",
+    "grpo": "reinforcement.png",
     "tools": "tools.png",
 }
 
@@ -31,7 +32,7 @@ def run_example(folder, monkeypatch):
     imported once."""
     monkeypatch.syspath_prepend(EXAMPLES)
     monkeypatch.setattr(train, "save_loss_png", lambda *_, **__: None)
-    modules = [importlib.import_module(name) for name in ("sorting", "report")]
+    modules = [importlib.import_module(name) for name in ("sorting", "report", "dpo")]
 
     def run_command(command, keys):
         settings = (f"{key}={value}" for key, value in keys.items())
@@ -57,6 +58,8 @@ def test_example_runs(name, run_example, folder, capsys):
     result = json.loads((folder / name / "result.json").read_text())
     if name == "dpo":
         assert len(result["after"]["margins"]) == 2
+    elif name == "grpo":
+        assert [len(run["rewards"]) for run in result["runs"]] == [2] * 6
     elif name == "tools":
         assert len(result["rewards"]) == 2
     else:

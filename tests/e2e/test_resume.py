@@ -221,6 +221,37 @@ def test_kills_change_nothing(make_job, kills, steps):
     }
 
 
+@pytest.mark.exhaustive
+def test_kills_of_reinforcement_learning_change_nothing(make_job, tmp_path, cache):
+    """Every other checkpoint is between the two updates of a batch of rollouts."""
+    rows = [{"prompt": f"{number}+{number}="} for number in range(9)]
+    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    (tmp_path / "rewards.py").write_text(
+        "def spread(prompts, completions, **columns):\n"
+        "    return [sum(text.encode()) % 101 / 101 for text in completions]\n"
+    )
+    keys = [
+        "use_grpo=true", "dataset_type=grain", "grain_file_type=jsonl",
+        f"grain_train_files={tmp_path / 'rows.jsonl'}", "tokenizer_path=byte",
+        "grain_worker_count=0", "num_epoch=40", "batch_size=2", "num_generations=3",
+        "num_iterations=2", "max_prefill_predict_length=8", "max_target_length=16",
+        "kv_cache_buffer=0", "grpo_beta=0.05", "num_test_batches=0",
+        f"reward_functions_path={tmp_path / 'rewards.py'}", "reward_functions=[spread]",
+        f"jax_cache_dir={cache}", f"checkpoint_period={PERIOD}", "max_num_checkpoints_to_keep=2",
+    ]  # fmt: skip
+    steps, kills = 24, 4
+    calm = make_job("calm", f"steps={steps}", *keys, base=MODEL)
+    calm.start()
+    calm.finish()
+    job = make_job("killed", f"steps={steps}", *keys, base=MODEL)
+    killed = killed_until_done(job, random.Random(4), kills, steps, early=1)
+    assert killed == kills, job.log()
+    assert_same(job.final(), calm.final())
+    assert job.losses == calm.losses
+    rollouts = [(each.folder / "it" / "rollouts.jsonl").read_text() for each in (calm, job)]
+    assert rollouts[0] == rollouts[1]
+
+
 # tests/e2e/test_launch.py kills one of two processes by default.
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("kills", [2, 20])
