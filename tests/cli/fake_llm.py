@@ -47,7 +47,7 @@ class FakeLLM:
         self.interrupt_after = None
 
     @classmethod
-    def from_config(cls, config, checkpoint=None, progress=None):
+    def from_config(cls, config, checkpoint=None, progress=None, adapters=None):
         cls.instances.append(cls(config, checkpoint))
         return cls.instances[-1]
 

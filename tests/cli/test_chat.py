@@ -109,8 +109,8 @@ def test_message_that_is_too_long_is_refused_and_dropped(chat, loaded):
 def test_interrupted_replies_stay_and_the_conversation_goes_on(chat, loaded, monkeypatch):
     from_config = FakeLLM.from_config.__func__
 
-    def interrupted(cls, *args):
-        llm = from_config(cls, *args)
+    def interrupted(cls, *args, **kwargs):
+        llm = from_config(cls, *args, **kwargs)
         llm.interrupt_after = 4
         return llm
 
