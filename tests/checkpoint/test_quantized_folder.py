@@ -101,6 +101,7 @@ def test_first_int4_is_in_the_lower_half_byte():
     assert pack(np.array([-8, 7, 3], ml_dtypes.int4)).tolist() == [0x78, 0x03]
 
 
+@pytest.mark.slow
 @KINDS
 def test_on_disk(folders, dtype):
     folder, _, _ = folders[dtype]

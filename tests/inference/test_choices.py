@@ -11,6 +11,7 @@ pytestmark = pytest.mark.usefixtures("few_programs")
 HOT = {"temperature": 2.0, "ignore_eos": True, "max_new_tokens": 6}
 
 
+@pytest.mark.slow
 def test_choices(llm, ids):
     """Each choice is what a request of its own with that seed gives, whatever else is running. The
     first has the seed of the request.

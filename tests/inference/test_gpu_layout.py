@@ -72,6 +72,7 @@ def test_merged_weights(keys, count):
     jax.tree.map(np.testing.assert_array_equal, unpacked, plain.weights)
 
 
+@pytest.mark.slow
 def test_generate_and_save(tmp_path):
     plain, merged = load(TINY), load(TINY, "gpu")
     ids = np.random.default_rng(0).integers(0, 64, (2, 12))

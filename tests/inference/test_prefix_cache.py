@@ -350,6 +350,7 @@ class State:
     """A snapshot that can be referenced weakly."""
 
 
+@pytest.mark.slow
 def test_snapshot_is_offloaded_and_dropped_with_its_prefix():
     state = State()
     gone = weakref.ref(state)

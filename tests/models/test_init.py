@@ -52,6 +52,7 @@ def test_another_seed_gives_other_weights(plain):
             assert abs(np.corrcoef(one.ravel(), two.ravel())[0, 1]) < 5 / np.sqrt(one.size)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scanned", [True, False])  # the first compiles faster
 def test_weights_are_quantized_one_at_a_time_as_they_are_created(scanned):
     config = load(None, [*WORDS, f"scan_layers={scanned}"], environ={}, devices=Devices(1))

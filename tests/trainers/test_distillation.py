@@ -172,6 +172,7 @@ def torch_losses(student, teacher, batch):
     return means
 
 
+@pytest.mark.slow
 def test_update_of_packed_masked_rows_equals_torch(models, updated, batch):
     folders, _, teacher = models
     student = transformers.LlamaForCausalLM.from_pretrained(folders["student"])

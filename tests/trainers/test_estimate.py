@@ -335,6 +335,7 @@ def test_a_program_whose_text_cannot_be_read(monkeypatch, capfd):
     assert to_json(result, {})["compiled"]["collectives"] is None
 
 
+@pytest.mark.slow
 def test_caches_of_rollouts_count_while_they_are_sampled():
     keys = [
         "use_grpo=true", "dataset_type=hf", "packing=false", "batch_size=3", "num_generations=5",

@@ -51,6 +51,7 @@ def jensen_shannon(student_logits, teacher_logits):
     return (BETA * t * (t / m).log() + (1 - BETA) * s * (s / m).log()).sum(-1)
 
 
+@pytest.mark.slow
 def test_update_equals_torch(models, packed, quickly):
     folders, _, teacher = models
     student = transformers.LlamaForCausalLM.from_pretrained(folders["student"])

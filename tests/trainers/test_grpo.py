@@ -322,6 +322,7 @@ def test_failing_reward_loses_no_update(base, tmp_path, light_compiler):
     assert {each["step"] for each in rollouts_of(resumed)} == {0, 1, 2}
 
 
+@pytest.mark.slow
 def test_stale_weights_of_the_sampler_end_the_run(base, monkeypatch):
     """A sync that does nothing after the first."""
     kept = {}

@@ -326,6 +326,7 @@ def test_the_recorded_rate_is_that_of_the_schedule(make_bench, packed):
     np.testing.assert_allclose(rates, [0, 0.02, 0.04, 0.06, *cosine], rtol=1e-5, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_dropout_follows_key_and_step(make_bench, packed):
     still, shaken = make_bench(*PLAIN), make_bench(*PLAIN, "dropout_rate=0.5")
     _, calm = still(packed)

@@ -42,6 +42,7 @@ def responses(results, task):
     return [(sample["arguments"], sample["resps"]) for sample in samples]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", ["choice", "few_shot", "last_word"])
 def test_loglikelihoods_equal_those_of_the_hf_model(results, hf_results, task):
     hf = responses(hf_results, task)
@@ -78,6 +79,7 @@ def test_scores_equal_those_of_the_hf_model(results, hf_results):
             assert results["results"][task][name] == expected
 
 
+@pytest.mark.slow
 def test_chats_equal_those_of_the_hf_model(lm, hf_lm, run):
     options = {"apply_chat_template": True, "fewshot_as_multiturn": True}
     hf = run(hf_lm, ["few_shot", "write"], **options)
@@ -180,6 +182,7 @@ def test_a_folder_of_tasks_that_does_not_exist(lm_eval_offline, tmp_path):
         load_tasks(["a"], str(tmp_path / "none"), None)
 
 
+@pytest.mark.slow
 def test_the_server_gives_the_same_loglikelihoods(bpe_llm, bpe_folder, results, run, monkeypatch):
     pytest.importorskip("tenacity")
     from lm_eval.models.openai_completions import LocalCompletionsAPI

@@ -2,11 +2,14 @@
 
 import io
 
+import pytest
+
 from maxtext.cli.main import main
 from tests.inference.server.local_server import KEY
 from tests.inference.server.test_server import greedy, text_of
 
 
+@pytest.mark.slow
 def test_terminal_chat_equals_transformers(server, model, monkeypatch, capsys):
     monkeypatch.setattr("sys.stdin", io.StringIO("w5 w12\n"))
     args = ["--api-key", KEY, "--model", "alias", "temperature=0", "max_tokens=12"]

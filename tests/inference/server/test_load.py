@@ -2,6 +2,8 @@
 
 import asyncio
 
+import pytest
+
 from maxtext.diagnostics.load.client import Target
 from maxtext.diagnostics.load.generator import LoadGenerator, Workload
 from maxtext.diagnostics.load.report import summarize
@@ -9,6 +11,7 @@ from tests.inference.server.local_server import KEY
 from tests.inference.server.test_server import metric, wait_until_idle
 
 
+@pytest.mark.slow
 def test_load_generator_counts_what_the_server_counts(server, http):
     workload = Workload(streams=6, num_requests=20, prompt_tokens=(3, 30), new_tokens=(1, 40))
     names = ("generation_tokens_total", "prompt_tokens_total")

@@ -114,6 +114,7 @@ def wait_until_free(model):
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", MANY)
 def test_streams_equal_single_requests(paged_server, count):
     """Prompts and lengths differ; /health answers meanwhile, and memory returns."""
@@ -190,6 +191,7 @@ def random_schema(generator, depth=0):
     }[kind]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", SOME)
 def test_random_schemas_always_validate(byte_server, count):
     """At temperature 1, from a model with random weights."""

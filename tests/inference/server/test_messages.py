@@ -80,6 +80,7 @@ def test_answer_without_reasoning(http):
     assert "reasoning" not in choice["message"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("parallel", "num_calls"), [(True, 2), (False, 1)])
 def test_calls_of_chats(http, parallel, num_calls):
     body = {"tools": [{"type": "function", "function": FUNCTION}], "parallel_tool_calls": parallel}
@@ -130,6 +131,7 @@ def respond(client, text, **fields):
     return client.responses.create(**fields)
 
 
+@pytest.mark.slow
 def test_items_of_a_response(openai_client):
     tools = [{"type": "function", "strict": False, **FUNCTION}, {"type": "web_search"}]
     result = respond(openai_client, f"<think>a</think>So:{CALL}", tools=tools)
