@@ -74,8 +74,8 @@ class ThinkParser(MessageParser):
             reasoning, self.text = self.text[:end], self.text[end + len(THINK_END) :]
             self.state, self.is_first = "outside", True
         else:
-            kept = 0 if last else partial_length(self.text, THINK_END)
-            reasoning = self.text[: len(self.text) - kept].rstrip("\n")
+            pending = 0 if last else partial_length(self.text, THINK_END)
+            reasoning = self.text[: len(self.text) - pending].rstrip("\n")
             self.text = self.text[len(reasoning) :]
         reasoning = reasoning.rstrip("\n") if end >= 0 or last else reasoning
         if reasoning and self.state == "inside":
@@ -104,8 +104,8 @@ class HarmonyParser(MessageParser):
             deltas += self.body(self.text[: match.start()])
             deltas += self.tag(match[0])
             self.text = self.text[match.end() :]
-        kept = 0 if last else max(partial_length(self.text, tag) for tag in HARMONY_TAGS)
-        ready = len(self.text) - kept
+        pending = 0 if last else max(partial_length(self.text, tag) for tag in HARMONY_TAGS)
+        ready = len(self.text) - pending
         deltas += self.body(self.text[:ready])
         self.text = self.text[ready:]
         return [*deltas, *self.end_message()] if last else deltas

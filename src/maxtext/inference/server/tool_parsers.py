@@ -118,8 +118,8 @@ class MistralParser(MessageParser):
         deltas: list[MessageDelta] = []
         if not self.in_calls:
             start = self.text.find(self.tag)
-            kept = 0 if last else partial_length(self.text, self.tag)
-            ready = start if start >= 0 else len(self.text) - kept
+            pending = 0 if last else partial_length(self.text, self.tag)
+            ready = start if start >= 0 else len(self.text) - pending
             if ready:
                 deltas.append(MessageDelta(content=self.text[:ready]))
             self.text = self.text[ready:]
