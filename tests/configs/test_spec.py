@@ -60,6 +60,7 @@ ADDED_KEYS = {
         "sampler_correction_cap",
         "sampler_trainer_tolerance",
         "mask_truncated",
+        "reasoning_start_token_in_prompt",
         "reward_functions_path",
         "reward_functions",
         "reward_weights",

@@ -36,6 +36,16 @@ def test_points_for_the_format(completion, exact, parts):
     assert scores["format_parts"] == [parts]
 
 
+def test_a_prompt_that_ends_with_the_start_of_the_reasoning():
+    completion = "so</reasoning><answer>42</answer>"
+    keys = {"reasoning_start_token_in_prompt": True}
+    scores = rewards.score([completion, REASONED.format(42)], ["42", "42"], **keys)
+    assert scores["format_exact"] == [3.0, 3.0]
+    assert scores["format_parts"] == [2.0, 3 * 0.5 - 0.5]  # the second has the token twice
+    assert rewards.score([completion], ["42"])["format_exact"] == [0.0]
+    assert rewards.grade([completion], ["42"], **keys) == (1.0, 1.0, 1.0)
+
+
 @pytest.mark.parametrize(
     ("guess", "answer", "points"),
     [

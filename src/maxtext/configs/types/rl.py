@@ -79,6 +79,7 @@ class PolicyOptimization(Group):
     sampler_correction_cap: float = 2.0
     sampler_trainer_tolerance: float | None = None
     mask_truncated: bool = False
+    reasoning_start_token_in_prompt: bool = False
     reward_functions_path: str = ""
     reward_functions: list[str] = Field(default_factory=list)
     reward_weights: list[float] | None = None

@@ -12,6 +12,8 @@ from maxtext.configs.types.rl import Reward, SpecialTokens
 class RewardKeys(Reward, SpecialTokens):
     """Points, penalties, and the texts that delimit reasoning and answer."""
 
+    reasoning_start_token_in_prompt: bool = False
+
     @classmethod
     def from_python(cls, **keys: Any) -> "RewardKeys":
         """Raises ConfigError for an unknown key or an invalid value."""
