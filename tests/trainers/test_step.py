@@ -7,6 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from maxtext.configs.derive import Devices
+from maxtext.models.configuration import load
+from maxtext.trainers.compile import lower_train_step
+from maxtext.trainers.run_context import RunContext
 from maxtext.trainers.step import accumulate
 
 torch = pytest.importorskip("torch")
@@ -353,3 +357,29 @@ def test_dropout_differs_between_microbatches(make_bench, packed):
     both, _ = update_of(bench, rows)
     half, _ = update_of(single, {name: field[:4] for name, field in rows.items()})
     assert largest({name: both[name] - half[name] for name in both}) > 0.01 * largest(half)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("base", [[], ["lora_weight_qtype=nf4"]], ids=["bfloat16", "nf4"])
+def test_microbatches_share_no_copy_of_frozen_weights(base):
+    """A loop over microbatches could compute other forms of them once, and keep all."""
+    width, inner, layers, vocab = 256, 4096, 2, 64
+    temporaries = []
+    for microbatches in (1, 2):
+        config = load(
+            None,
+            [
+                *(f"base_num_decoder_layers={layers}", f"base_emb_dim={width}", "head_dim=32"),
+                *("base_num_query_heads=2", "base_num_kv_heads=1", f"base_mlp_dim={inner}"),
+                *(f"vocab_size={vocab}", "max_target_length=8", "per_device_batch_size=1"),
+                *("dataset_type=synthetic", "enable_tensorboard=false", "scan_layers=false"),
+                *("lora_rank=2", "weight_dtype=bfloat16", "enable_checkpointing=false"),
+                *(*base, f"gradient_accumulation_steps={microbatches}"),
+            ],
+            environ={},
+            devices=Devices(1),
+        )
+        lowered = lower_train_step(RunContext.from_config(config), microbatches)
+        temporaries.append(lowered.compile().memory_analysis().temp_size_in_bytes)
+    frozen_bytes = 2 * 3 * width * inner * layers  # in bfloat16
+    assert temporaries[1] < temporaries[0] + frozen_bytes / 2

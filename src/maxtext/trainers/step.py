@@ -159,7 +159,10 @@ def compute_gradients(
     def loss(
         trained_weights: Any, microbatch: Batch, key: jax.Array | None
     ) -> tuple[jax.Array, LossReport]:
-        weights = join_trees(trained_weights, frozen_weights)
+        frozen = frozen_weights
+        if microbatches > 1:
+            frozen, microbatch = bind_to_microbatch(frozen, microbatch)
+        weights = join_trees(trained_weights, frozen)
         losses = objective.losses(weights, state.reference, microbatch, key, state.step)
         means = {name: value / counts[name] for name, value in losses.sums.items()}
         means |= {name: value / microbatches for name, value in losses.aux_losses.items()}
@@ -175,6 +178,12 @@ def compute_gradients(
         microbatches=microbatches,
         accum_dtype=config.grad_dtype.value,
     )
+
+
+def bind_to_microbatch(frozen_weights: Any, microbatch: Batch) -> tuple[Any, Batch]:
+    """Both unchanged. A compiler would move what is computed of frozen weights alone, such as
+    dequantized weights or other layouts, out of the loop over microbatches, and keep all of it."""
+    return jax.lax.optimization_barrier((frozen_weights, microbatch))
 
 
 def uses_dropout(config: MaxTextConfig) -> bool:
