@@ -221,6 +221,33 @@ def stub_datasets() -> None:
         sys.modules[name] = module
 
 
+def peer_model(shape: str, length: int, dtype: str) -> Any:
+    """Transformers' model of a shape, on the GPU if there is one."""
+    import torch
+    import transformers
+
+    sizes = SHAPES[shape]
+    config = transformers.LlamaConfig(
+        hidden_size=sizes["embed"],
+        intermediate_size=sizes["mlp"],
+        num_hidden_layers=sizes["layers"],
+        num_attention_heads=sizes["heads"],
+        num_key_value_heads=sizes["kv_heads"],
+        head_dim=HEAD_DIM.get(shape, 128),
+        vocab_size=sizes["vocabulary"],
+        max_position_embeddings=length,
+        pad_token_id=1,
+        bos_token_id=2,
+        eos_token_id=3,
+        attn_implementation="sdpa",
+    )
+    torch.set_default_dtype(getattr(torch, dtype))
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = transformers.LlamaForCausalLM(config)
+    torch.set_default_dtype(torch.float32)
+    return model
+
+
 def run_peer(name: str, steps: int, compiled: bool) -> dict[str, Any]:
     os.environ["HF_HUB_OFFLINE"] = "1"
     stub_datasets()
@@ -231,27 +258,9 @@ def run_peer(name: str, steps: int, compiled: bool) -> dict[str, Any]:
     import trl
 
     case = CASES[name]
-    sizes, length = SHAPES[case["shape"]], case["length"]
-    on_gpu = torch.cuda.is_available()
-    config = transformers.LlamaConfig(
-        hidden_size=sizes["embed"],
-        intermediate_size=sizes["mlp"],
-        num_hidden_layers=sizes["layers"],
-        num_attention_heads=sizes["heads"],
-        num_key_value_heads=sizes["kv_heads"],
-        head_dim=HEAD_DIM.get(case["shape"], 128),
-        vocab_size=sizes["vocabulary"],
-        max_position_embeddings=length,
-        pad_token_id=1,
-        bos_token_id=2,
-        eos_token_id=3,
-        attn_implementation="sdpa",
-    )
+    length, on_gpu = case["length"], torch.cuda.is_available()
     # Adapters are trained over a base in bfloat16, all weights in float32 under autocast.
-    torch.set_default_dtype(torch.bfloat16 if case.get("lora") else torch.float32)
-    with torch.device("cuda" if on_gpu else "cpu"):
-        model = transformers.LlamaForCausalLM(config)
-    torch.set_default_dtype(torch.float32)
+    model = peer_model(case["shape"], length, "bfloat16" if case.get("lora") else "float32")
     generator = np.random.default_rng(0)
 
     def tokens(count: int) -> list[int]:

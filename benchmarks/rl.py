@@ -33,11 +33,10 @@ from statistics import median
 from typing import Any
 
 from finetune import (
-    HEAD_DIM,
     NUM_WORDS,
     RANK,
-    SHAPES,
     TARGETS,
+    peer_model,
     shape_keys,
     stub_datasets,
     write_tokenizer,
@@ -151,25 +150,8 @@ def run_peer(name: str, steps: int) -> dict[str, Any]:
     import trl
 
     case = CASES[name]
-    sizes, on_gpu = SHAPES[case["shape"]], torch.cuda.is_available()
-    config = transformers.LlamaConfig(
-        hidden_size=sizes["embed"],
-        intermediate_size=sizes["mlp"],
-        num_hidden_layers=sizes["layers"],
-        num_attention_heads=sizes["heads"],
-        num_key_value_heads=sizes["kv_heads"],
-        head_dim=HEAD_DIM.get(case["shape"], 128),
-        vocab_size=sizes["vocabulary"],
-        max_position_embeddings=case["prompt"] + case["completion"],
-        pad_token_id=1,
-        bos_token_id=2,
-        eos_token_id=3,
-        attn_implementation="sdpa",
-    )
-    torch.set_default_dtype(torch.bfloat16)
-    with torch.device("cuda" if on_gpu else "cpu"):
-        model = transformers.LlamaForCausalLM(config)
-    torch.set_default_dtype(torch.float32)
+    on_gpu = torch.cuda.is_available()
+    model = peer_model(case["shape"], case["prompt"] + case["completion"], "bfloat16")
     namespace: dict[str, Any] = {}
     exec(REWARD, namespace)
     times: list[float] = []

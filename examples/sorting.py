@@ -174,16 +174,23 @@ def base_texts() -> Iterable[dict[str, str]]:
         yield {"text": rng.choice(texts)}
 
 
-def write_tokenizer(folder: Path) -> Path:
-    """A token for each character, in the files of a Hugging Face folder."""
+def write_tokenizer(
+    folder: Path,
+    vocabulary: list[str] = VOCABULARY,
+    special_tokens: list[str] = SPECIAL_TOKENS,
+    pattern: str = ".",
+    template: str = CHAT_TEMPLATE,
+) -> Path:
+    """A token for each match of `pattern`, by default each character, in the files of a Hugging
+    Face folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    ids = {token: index for index, token in enumerate(VOCABULARY)}
+    ids = {token: index for index, token in enumerate(vocabulary)}
     tokenizer = Tokenizer(models.WordLevel(ids, unk_token="<pad>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), "isolated")
     tokenizer.decoder = decoders.Fuse()
-    tokenizer.add_special_tokens(SPECIAL_TOKENS)
+    tokenizer.add_special_tokens(special_tokens)
     tokenizer.save(str(folder / "tokenizer.json"))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": CHAT_TEMPLATE}
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template}
     settings |= {"eos_token": "</s>", "pad_token": "<pad>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2))
     return folder

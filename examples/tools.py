@@ -14,7 +14,6 @@ from typing import Any
 
 import report
 import sorting
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from maxtext import LLM, tune
 
@@ -69,18 +68,8 @@ def conversations(count: int) -> list[dict[str, Any]]:
 
 def write_tokenizer(folder: Path) -> Path:
     """A token for each digit and for each part of a call."""
-    folder.mkdir(parents=True, exist_ok=True)
-    ids = {token: index for index, token in enumerate(VOCABULARY)}
-    tokenizer = Tokenizer(models.WordLevel(ids, unk_token="<pad>"))
     pattern = "|".join([*map(re.escape, (*CALL, BOXED)), "."])
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    tokenizer.add_special_tokens(SPECIAL_TOKENS)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": CHAT_TEMPLATE}
-    settings |= {"eos_token": "</s>", "pad_token": "<pad>"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2))
-    return folder
+    return sorting.write_tokenizer(folder, VOCABULARY, SPECIAL_TOKENS, pattern, CHAT_TEMPLATE)
 
 
 def fine_tuned_model(settings: sorting.Settings) -> Path:

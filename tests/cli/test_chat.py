@@ -1,18 +1,13 @@
 """`maxtext chat` in a pipe: each line is a message or a command."""
 
 import io
-import os
-import pty
-import select
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from maxtext.cli.main import main
 from maxtext.tokenizers import ByteTokenizer
 from tests.cli.fake_llm import FakeLLM
+from tests.cli.terminal_child import run_in_terminal
 
 
 @pytest.fixture
@@ -184,43 +179,20 @@ with pytest.MonkeyPatch.context() as monkeypatch:
 @pytest.mark.slow
 def test_in_a_terminal(folder):
     """The prompt sign, Ctrl-C that only clears the line, a reply, its timings, Ctrl-D."""
-    terminal, other_side = pty.openpty()
-    child = subprocess.Popen(
-        [sys.executable, "-c", CHILD, "chat", str(folder), "jax_cache_dir=none"],
-        stdin=other_side,
-        stdout=other_side,
-        stderr=other_side,
-        start_new_session=True,
-        cwd=Path(__file__).parents[2],
-        env=os.environ | {"TERM": "dumb"},
-    )
-    os.close(other_side)
-
-    def until(sign):
-        seen = b""
-        while sign not in seen:
-            assert select.select([terminal], [], [], 60)[0], seen
-            seen += os.read(terminal, 1024)
-        return seen.decode()
-
-    try:
-        assert "/help lists the commands" in until(b"> ")
+    with run_in_terminal(CHILD, "chat", str(folder), "jax_cache_dir=none") as child:
+        assert "/help lists the commands" in child.until(b"> ")
         # readline shows its prompt a moment before it reads; a Ctrl-C between the two is delayed.
         for _ in range(20):
-            os.write(terminal, b"\x03")
-            if select.select([terminal], [], [], 3)[0]:
+            child.write(b"\x03")
+            if child.has_output(3):
                 break
-        assert "Ctrl-D or /exit leaves" in until(b"> ")
-        os.write(terminal, b"hello\n")
-        seen = until(b"tokens/s\r\n> ")
+        assert "Ctrl-D or /exit leaves" in child.until(b"> ")
+        child.write(b"hello\n")
+        seen = child.until(b"tokens/s\r\n> ")
         assert "olleh\r\n" in seen
         assert f"{len(chatml(('user', 'hello')))} tokens" in seen
-        os.write(terminal, b"\x04")
-        assert child.wait(60) == 0
-    finally:
-        child.kill()
-        child.wait()
-        os.close(terminal)
+        child.write(b"\x04")
+        assert child.wait() == 0
 
 
 @pytest.mark.slow

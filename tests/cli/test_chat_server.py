@@ -1,18 +1,13 @@
 """`maxtext chat --server URL`, with scripted replies of a server."""
 
 import io
-import os
-import pty
-import select
 import signal
 import socket
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from maxtext.cli.main import main
+from tests.cli.terminal_child import run_in_terminal
 from tests.inference.server.stub_api import Reply, StubResponse, run_stub
 
 
@@ -160,37 +155,14 @@ def test_interrupt_in_a_terminal_cancels_the_request(server):
         Reply("word ", reasoning="Let me think.", seconds=0.05, part=5, is_endless=True),
         Reply("Done."),
     ]
-    terminal, other_side = pty.openpty()
-    child = subprocess.Popen(
-        [sys.executable, "-c", CHILD, "chat", "--server", url],
-        stdin=other_side,
-        stdout=other_side,
-        stderr=other_side,
-        start_new_session=True,
-        cwd=Path(__file__).parents[2],
-        env=os.environ | {"TERM": "dumb"},
-    )
-    os.close(other_side)
-
-    def until(sign):
-        seen = b""
-        while sign not in seen:
-            assert select.select([terminal], [], [], 60)[0], seen
-            seen += os.read(terminal, 1024)
-        return seen.decode()
-
-    try:
-        assert f"one at {url}; /help lists" in until(b"> ")
-        os.write(terminal, b"hello\n")
-        assert "Let me think.\r\n\r\nword" in until(b"word word")
-        child.send_signal(signal.SIGINT)
-        until(b"(stopped)\r\n> ")
-        os.write(terminal, b"again\n")
-        assert "Done.\r\n34 tokens, " in until(b"tokens/s\r\n> ")
+    with run_in_terminal(CHILD, "chat", "--server", url) as child:
+        assert f"one at {url}; /help lists" in child.until(b"> ")
+        child.write(b"hello\n")
+        assert "Let me think.\r\n\r\nword" in child.until(b"word word")
+        child.process.send_signal(signal.SIGINT)
+        child.until(b"(stopped)\r\n> ")
+        child.write(b"again\n")
+        assert "Done.\r\n34 tokens, " in child.until(b"tokens/s\r\n> ")
         assert stub.num_cancelled == 1
-        os.write(terminal, b"\x04")
-        assert child.wait(60) == 0
-    finally:
-        child.kill()
-        child.wait()
-        os.close(terminal)
+        child.write(b"\x04")
+        assert child.wait() == 0

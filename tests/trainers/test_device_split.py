@@ -12,23 +12,16 @@ import numpy as np
 import pytest
 
 from maxtext.common.errors import ConfigError, UserError
+from maxtext.configs.types.rl import RLHardware
 from maxtext.trainers.device_split import sampler_parallelism, split_devices
 from maxtext.trainers.weight_sync import WeightSync
 from tests.compiling import cpu_devices
 from tests.trainers.test_distillation import save_llama
 from tests.trainers.test_grpo import BYTES
 
-DEFAULTS = dict(
-    trainer_devices_fraction=0.5,
-    sampler_devices_fraction=0.5,
-    chips_per_vm=4,
-    num_trainer_slices=-1,
-    num_samplers_slices=-1,
-)
-
 
 def split(count, slices=1, **keys):
-    result = split_devices(SimpleNamespace(**DEFAULTS | keys), count, slices)
+    result = split_devices(RLHardware(**keys), count, slices)
     return (list(result.trainer), list(result.sampler))
 
 

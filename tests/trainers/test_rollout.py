@@ -12,8 +12,9 @@ from maxtext.inference.requests import GenerationRequest
 from maxtext.inference.sampling_params import SamplingParams
 from maxtext.layers.context import BuildContext
 from maxtext.models.transformer import initial_weights, make_template
-from maxtext.trainers.rollout import Rollout, RolloutEngine, check_synced, sample_seed
+from maxtext.trainers.rollout import Rollout, RolloutEngine, sample_seed
 from maxtext.trainers.run_context import RunContext
+from maxtext.trainers.weight_sync import check_synced
 
 PROMPTS = ([3, 1, 4], [1, 5, 9, 2, 6, 5], [3], [5, 8, 9, 7])
 SEED, STEP = 7, 3

@@ -253,7 +253,7 @@ serve: requests to a server with OpenAI's API
 --url URL               default: http://127.0.0.1:8000
 --api-key KEY           default: the environment variable MAXTEXT_API_KEY
 --model NAME            default: the first of the server
---streams N             closed loop: so many requests at a time; default: 16
+--streams N             closed loop: N requests at a time; default: 16
 --rate R                open loop: R requests a second, at random times; inf: all at once
 --requests N            number of requests
 --duration S            or the seconds in which they are sent; default: 30

@@ -59,7 +59,7 @@ def memory_rows(estimate: Estimate) -> list[tuple[str, int, str]]:
     """The memory of one device: (name, bytes, where the number comes from)."""
     program = estimate.program
     frozen = ("frozen reference", estimate.reference.device, "shapes and shards")
-    note = "shapes; freed before an update, so beside its temporaries only the larger counts"
+    note = "shapes; freed before an update, so only the larger of these and its temporaries counts"
     caches = ("rollout caches", estimate.rollout_caches, note)
     rows = [
         ("weights", estimate.weights.device, "shapes and shards"),

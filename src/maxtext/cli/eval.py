@@ -25,7 +25,7 @@ from maxtext.common.extras import require
 from maxtext.common.files import local_path
 
 USELESS = {
-    "prompt": "the texts and tasks have theirs",
+    "prompt": "prompts are those of the texts and tasks",
     "load_parameters_path": "the path after `eval` names the model",
     "multi_sampling": "a request has one completion",
     "return_log_prob": "the report has sums of them",

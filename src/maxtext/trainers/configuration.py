@@ -3,7 +3,6 @@ from."""
 
 import os
 from dataclasses import replace
-from types import SimpleNamespace
 
 from maxtext.checkpoint.open import Checkpoint, open_checkpoint
 from maxtext.configs import fields, ledger
@@ -11,9 +10,10 @@ from maxtext.configs.derive import Devices, visible_devices
 from maxtext.configs.load import base_values, peek_setting
 from maxtext.configs.provenance import Layer, Setting, Source
 from maxtext.configs.types import MaxTextConfig
+from maxtext.configs.types.rl import RLHardware
 from maxtext.inference.loading import has_bfloat16_weights
 from maxtext.models.configuration import load
-from maxtext.trainers.device_split import KEYS, split_devices
+from maxtext.trainers.device_split import split_devices
 from maxtext.trainers.trainable import has_adapters
 
 
@@ -46,13 +46,12 @@ def trainer_devices(path: str | os.PathLike | None, overrides: Layer, devices: D
     """The devices that the mesh of a run has. Raises ConfigError if the keys that divide them
     between trainer and sampler do not fit."""
     values = {}
-    for key in KEYS:
+    for key in ("use_grpo", *RLHardware.model_fields):
         value = fields.normalise(key, peek_setting(key, path, overrides, os.environ))
         values[key] = getattr(base_values(), key) if value is None else value
-    settings = SimpleNamespace(**values)
-    if not settings.use_grpo:
+    if not values.pop("use_grpo"):
         return devices
-    split = split_devices(settings, devices.count, devices.slices)
+    split = split_devices(RLHardware(**values), devices.count, devices.slices)
     if split.is_shared:
         return devices
     return replace(devices, count=len(split.trainer), slices=split.trainer_slices)

@@ -6,18 +6,9 @@ fractions 1, they share all devices. Fractions of more than 1 in sum overlap.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 from maxtext.common.errors import ConfigError
-
-KEYS = (
-    "use_grpo",
-    "trainer_devices_fraction",
-    "sampler_devices_fraction",
-    "chips_per_vm",
-    "num_trainer_slices",
-    "num_samplers_slices",
-)
+from maxtext.configs.types.rl import RLHardware
 
 
 @dataclass(frozen=True)
@@ -34,8 +25,8 @@ class DeviceSplit:
         return self.trainer == self.sampler
 
 
-def split_devices(config: Any, count: int, slices: int = 1) -> DeviceSplit:
-    """The split of `count` devices in `slices` slices. `config` has the attributes of KEYS.
+def split_devices(config: RLHardware, count: int, slices: int = 1) -> DeviceSplit:
+    """The split of `count` devices in `slices` slices.
 
     Raises ConfigError if the keys do not divide the devices.
     """
@@ -66,7 +57,7 @@ def split_devices(config: Any, count: int, slices: int = 1) -> DeviceSplit:
     return DeviceSplit(range(sizes[0]), range(count - sizes[1], count))
 
 
-def split_slices(config: Any, count: int, slices: int) -> DeviceSplit:
+def split_slices(config: RLHardware, count: int, slices: int) -> DeviceSplit:
     trainer, sampler = config.num_trainer_slices, config.num_samplers_slices
     if trainer + sampler > slices:
         raise ConfigError(
@@ -82,7 +73,7 @@ def split_slices(config: Any, count: int, slices: int) -> DeviceSplit:
     )
 
 
-def sampler_parallelism(config: Any, devices: int) -> dict[str, int]:
+def sampler_parallelism(config: RLHardware, devices: int) -> dict[str, int]:
     """The sizes of the axes data, tensor and expert of the sampler's mesh. One -1 is inferred; if
     data and tensor both are, tensor is 1. Raises ConfigError if they do not make `devices`."""
     sizes = {

@@ -29,6 +29,7 @@ from maxtext.trainers.model_losses import (
     Losses,
     bind_model,
     evaluation_sums,
+    split_sequence,
     sum_aux_losses,
     token_weights,
     training_inputs,
@@ -232,12 +233,6 @@ class Distillation(LanguageModel):
 
 def outside_layers(weights: Any) -> Any:
     return {name: tree for name, tree in weights.items() if name != "layers"}
-
-
-def split_sequence(x: jax.Array, tiles: int) -> jax.Array:
-    """[B, S, ...] to [tiles, B, S / tiles, ...]."""
-    batch, length, *rest = x.shape
-    return x.reshape(batch, tiles, length // tiles, *rest).swapaxes(0, 1)
 
 
 def map_tiles(

@@ -29,6 +29,7 @@ from maxtext.trainers.model_losses import (
     Losses,
     bind_model,
     run_head,
+    split_sequence,
     sum_aux_losses,
     token_weights,
     training_inputs,
@@ -250,20 +251,17 @@ def head_logps(
     def tile_logps(hidden: jax.Array, targets: jax.Array) -> jax.Array:
         return logps(model.logits(hidden), targets, temperature)
 
-    entropy = map_tiles(tile_entropies, tiles, jax.lax.stop_gradient(hidden))
+    entropy = compute_tiles(tile_entropies, tiles, jax.lax.stop_gradient(hidden))
     if temperature == 1.0:
         return -model.losses(hidden, targets, tiles)[0], entropy
-    return map_tiles(tile_logps, tiles, hidden, targets), entropy
+    return compute_tiles(tile_logps, tiles, hidden, targets), entropy
 
 
-def map_tiles(function: Callable[..., jax.Array], tiles: int, *arrays: jax.Array) -> jax.Array:
+def compute_tiles(function: Callable[..., jax.Array], tiles: int, *arrays: jax.Array) -> jax.Array:
     """function(*arrays) of arrays [B, S, ...] and with the result [B, S], S / tiles tokens of each
     row at a time. The backward pass computes each tile anew."""
     if tiles == 1:
         return function(*arrays)
-    parts = tuple(
-        array.reshape(array.shape[0], tiles, -1, *array.shape[2:]).swapaxes(0, 1)
-        for array in arrays
-    )
+    parts = tuple(split_sequence(array, tiles) for array in arrays)
     result = jax.lax.map(jax.checkpoint(lambda part: function(*part)), parts)
     return result.swapaxes(0, 1).reshape(arrays[0].shape[:2])

@@ -215,12 +215,14 @@ def count_correct(
         hidden, targets, mask = part
         return jnp.sum((jnp.argmax(model.logits(hidden), axis=-1) == targets) * mask)
 
-    length = targets.shape[1]
-    tiles = math.gcd(length, config.num_vocab_tiling)
+    tiles = math.gcd(targets.shape[1], config.num_vocab_tiling)
     if tiles == 1:
         return count((hidden, targets, mask))
-    parts = tuple(
-        part.reshape(part.shape[0], tiles, length // tiles, *part.shape[2:]).swapaxes(0, 1)
-        for part in (hidden, targets, mask)
-    )
+    parts = tuple(split_sequence(part, tiles) for part in (hidden, targets, mask))
     return jnp.sum(jax.lax.map(count, parts))
+
+
+def split_sequence(x: jax.Array, tiles: int) -> jax.Array:
+    """[B, S, ...] to [tiles, B, S / tiles, ...]."""
+    batch, length, *rest = x.shape
+    return x.reshape(batch, tiles, length // tiles, *rest).swapaxes(0, 1)

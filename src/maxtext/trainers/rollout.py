@@ -12,12 +12,11 @@ number of slots do not change a text.
 
 import contextlib
 import itertools
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from maxtext.checkpoint.open import Checkpoint, open_checkpoint
@@ -38,7 +37,7 @@ from maxtext.models.transformer import build_context
 from maxtext.sharding import AxisRules
 from maxtext.sharding.state import on_device
 from maxtext.tokenizers import Tokenizer, load_tokenizer
-from maxtext.trainers.weight_sync import WeightSync
+from maxtext.trainers.weight_sync import WeightSync, check_synced
 
 PAGE_TOKENS = 64  # of a paged KV cache
 
@@ -236,43 +235,6 @@ def cache_bytes(config: MaxTextConfig, template: Template, rules: AxisRules) -> 
         )
     )
     return sum(array.size * array.dtype.itemsize for array in jax.tree.leaves(caches))
-
-
-def check_synced(trainer_weights: Any, sampler_weights: Any) -> None:
-    """Raise UserError if the sampler has other tensors than the trainer, or other values in one:
-    silent failures of weight synchronization teach from the samples of another policy."""
-    expected, actual = (
-        dict(jax.tree.leaves_with_path(tree)) for tree in (trainer_weights, sampler_weights)
-    )
-    if different := expected.keys() ^ actual.keys():
-        raise UserError(
-            f"weight sync failed: only one of trainer and sampler has {describe_paths(different)}"
-        )
-    copied = [path for path in expected if expected[path] is not actual[path]]
-    stale = [path for path in copied if checksum(expected[path]) != checksum(actual[path])]
-    if stale:
-        raise UserError(
-            "weight sync failed: the sampler has other values than the trainer in "
-            f"{describe_paths(stale)}"
-        )
-
-
-def describe_paths(paths: Collection[Any]) -> str:
-    first = sorted(jax.tree_util.keystr(path, simple=True, separator="/") for path in paths)[0]
-    return first if len(paths) == 1 else f"{first} and {len(paths) - 1} more tensors"
-
-
-def checksum(array: jax.Array) -> int:
-    """The sum of the bits of an array's elements, modulo 2^32."""
-    return int(sum_bits(array))
-
-
-@jax.jit
-def sum_bits(array: jax.Array) -> jax.Array:
-    if not jnp.issubdtype(array.dtype, jnp.integer):
-        kinds = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
-        array = jax.lax.bitcast_convert_type(array, kinds[array.dtype.itemsize])
-    return jnp.sum(array.astype(jnp.uint32))
 
 
 def sample_seed(seed: int, step: int, prompt: int, sample: int = 0) -> int:

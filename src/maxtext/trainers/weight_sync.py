@@ -4,11 +4,15 @@ Weights that are trained are copied in every sync. Frozen ones, the base of adap
 once. reshard_chunk_size tensors are copied at a time, so that only their copies are in flight.
 """
 
+from collections.abc import Collection
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from maxtext.common.errors import UserError
+
+Path = tuple[Any, ...]
 
 
 class WeightSync:
@@ -19,9 +23,9 @@ class WeightSync:
         self.shardings = dict(jax.tree.leaves_with_path(shardings))
         self.trained = jax.tree.leaves_with_path(trained)
         self.chunk_size = chunk_size
-        self.frozen: dict[Any, jax.Array] = {}
+        self.frozen: dict[Path, jax.Array] = {}
 
-    def is_frozen(self, path: tuple[Any, ...]) -> bool:
+    def is_frozen(self, path: Path) -> bool:
         """A leaf of `trained` may stand for a subtree, such as a quantized weight."""
         return any(not flag and path[: len(prefix)] == prefix for prefix, flag in self.trained)
 
@@ -51,3 +55,40 @@ class WeightSync:
         if not self.frozen:
             self.frozen = {path: copies[path] for path, _ in leaves if self.is_frozen(path)}
         return jax.tree.unflatten(structure, [copies[path] for path, _ in leaves])
+
+
+def check_synced(trainer_weights: Any, sampler_weights: Any) -> None:
+    """Raise UserError if the sampler has other tensors than the trainer, or other values in one:
+    silent failures of weight synchronization teach from the samples of another policy."""
+    expected, actual = (
+        dict(jax.tree.leaves_with_path(tree)) for tree in (trainer_weights, sampler_weights)
+    )
+    if different := expected.keys() ^ actual.keys():
+        raise UserError(
+            f"weight sync failed: only one of trainer and sampler has {describe_paths(different)}"
+        )
+    copied = [path for path in expected if expected[path] is not actual[path]]
+    stale = [path for path in copied if checksum(expected[path]) != checksum(actual[path])]
+    if stale:
+        raise UserError(
+            "weight sync failed: the sampler has other values than the trainer in "
+            f"{describe_paths(stale)}"
+        )
+
+
+def describe_paths(paths: Collection[Path]) -> str:
+    first = sorted(jax.tree_util.keystr(path, simple=True, separator="/") for path in paths)[0]
+    return first if len(paths) == 1 else f"{first} and {len(paths) - 1} more tensors"
+
+
+def checksum(array: jax.Array) -> int:
+    """The sum of the bits of an array's elements, modulo 2^32."""
+    return int(sum_bits(array))
+
+
+@jax.jit
+def sum_bits(array: jax.Array) -> jax.Array:
+    if not jnp.issubdtype(array.dtype, jnp.integer):
+        kinds = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
+        array = jax.lax.bitcast_convert_type(array, kinds[array.dtype.itemsize])
+    return jnp.sum(array.astype(jnp.uint32))

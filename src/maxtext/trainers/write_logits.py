@@ -23,9 +23,8 @@ from maxtext.input_pipeline.teacher_logits import (
 from maxtext.sharding import AxisRules, make_mesh
 from maxtext.trainers.compile import lower
 from maxtext.trainers.data_loader import open_train_streams, shard_batch
-from maxtext.trainers.distillation import split_sequence
 from maxtext.trainers.init_state import initial_weights
-from maxtext.trainers.model_losses import bind_model, training_inputs
+from maxtext.trainers.model_losses import bind_model, split_sequence, training_inputs
 from maxtext.trainers.run_context import RunContext
 from maxtext.trainers.shardings import with_shardings
 from maxtext.trainers.teacher import teacher_config

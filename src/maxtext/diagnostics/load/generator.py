@@ -31,7 +31,7 @@ TICK_SECONDS = 1.0  # between calls of `on_tick`
 @dataclass(frozen=True)
 class Workload:
     """`streams` or `rate` is set, and `num_requests` or `duration`. With a duration, no request is
-    sent after so many seconds; those that are under way end.
+    sent after that time; those that are under way end.
     """
 
     streams: int | None = None

@@ -245,7 +245,7 @@ class Reasoning:
 
 
 def find_sublist(ids: Sequence[int], wanted: Sequence[int]) -> int:
-    """The index at which `wanted` is found in `ids`; -1 if it is not."""
+    """The index of `wanted` in `ids`; -1 if they do not contain it."""
     width = len(wanted)
     starts = range(len(ids) - width + 1)
     return next((start for start in starts if list(ids[start : start + width]) == wanted), -1)

@@ -139,9 +139,9 @@ class MistralParser(MessageParser):
         text = self.text.removeprefix(self.tag).lstrip() if "}" in self.text else ""
         if text.startswith("["):
             values, size = decode_json(text)
-            found = [parse_call(value) for value in values or ()]
-            calls = [call for call in found if call is not None]
-            if not calls or len(calls) < len(found):
+            parsed = [parse_call(value) for value in values or ()]
+            calls = [call for call in parsed if call is not None]
+            if not calls or len(calls) < len(parsed):
                 return []
         else:
             match = MISTRAL_CALL.match(text)
@@ -220,7 +220,7 @@ PARSER_TAGS: dict[str, tuple[str, ...]] = {
     "llama3_json": (LlamaParser.tag,),
     "mistral": (MistralParser.tag, "[ARGS]", "[CALL_ID]"),
     "qwen3_coder": HERMES_TAGS,
-    "gpt_oss": (),  # calls are found by the reasoning parser of this name
+    "gpt_oss": (),  # the reasoning parser of this name reads calls
     "none": (),
 }
 PARSERS = tuple(PARSER_TAGS)

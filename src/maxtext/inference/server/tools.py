@@ -34,7 +34,7 @@ class ToolOptions:
 
     @property
     def is_auto(self) -> bool:
-        """Whether calls are found in what the model writes."""
+        """Whether what the model writes is parsed for calls."""
         return self.choice == "auto" and not self.is_named
 
     def constraint(self) -> StructuredOutputs | None:

@@ -90,7 +90,7 @@ class TurnTokens:
         if end is None:
             raise ConfigError(
                 f"the chat template of {self.template.origin} ends the model's turn with no "
-                "special token, so that the turns of a conversation cannot be told apart"
+                "special token, so that the turns of a conversation cannot be separated"
             )
         return ids[end if with_end else end + 1 :]
 
