@@ -94,12 +94,26 @@ def test_null_is_absent():
         ("cache_salt", 1),
         ("truncate_prompt_tokens", 0),
         ("skip_special_tokens", "no"),
+        ("logit_bias", {"1": True}),
+        ("stop", ["a"] * 65),
+        ("stop", "x" * 1025),
+        ("top_k", 1.5),
+        ("seed", True),
     ],
 )
 def test_wrong_value_names_its_field(parser, name, value):
     with pytest.raises(RequestError) as caught:
         parser.completion({"prompt": "x", name: value})
     assert caught.value.param == name
+
+
+@pytest.mark.parametrize(
+    "options", ["x", [], {"include_usage": "yes"}, {"continuous_usage_stats": 1}]
+)
+def test_wrong_stream_options(parser, options):
+    with pytest.raises(RequestError) as caught:
+        parser.completion({"prompt": "x", "stream": True, "stream_options": options})
+    assert caught.value.param == "stream_options"
 
 
 @pytest.mark.parametrize(

@@ -191,6 +191,24 @@ def test_ambiguous_length_ends_the_connection(address, headers):
     assert response.count(b"HTTP/1.1") == 1
 
 
+class ReadingApp:
+    """Reads bodies before it responds."""
+
+    async def __call__(self, scope, receive, send):
+        while (await receive()).get("more_body"):
+            pass
+        await send({"type": "http.response.start", "status": 204, "headers": []})
+        await send({"type": "http.response.body"})
+
+
+@pytest.mark.parametrize("body", [b"zz\r\n", b"-1\r\n", b"3\r\nabcd\r\n0\r\n\r\n"])
+def test_malformed_chunks(body):
+    """They come while the application waits for the body."""
+    with serve(ReadingApp()) as address:
+        head = b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n"
+        check_error(exchange(address, head, body, pause=0.1), 400)
+
+
 def test_client_that_does_not_read(monkeypatch):
     monkeypatch.setattr(protocol, "STALL_SECONDS", 0.2)
     app = LargeApp()

@@ -186,6 +186,14 @@ def test_response_that_is_cut(openai_client):
     assert (result.output_text, result.output[0].status) == ("Ye", "incomplete")
 
 
+def test_response_repeats_the_defaults_of_the_model(server, http, monkeypatch):
+    monkeypatch.setattr(server[0], "sampling_defaults", {"temperature": 0.6, "top_p": 0.9})
+    for body, expected in (({}, (0.6, 0.9)), ({"temperature": 0}, (0, 0.9))):
+        body = {"input": "Hi", "max_output_tokens": 1, **body}
+        response = http.post(RESPONSES, json=body).json()
+        assert (response["temperature"], response["top_p"]) == expected
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [
@@ -197,6 +205,9 @@ def test_response_that_is_cut(openai_client):
         ("max_output_tokens", 0),
         ("text", {"format": {"type": "yaml"}}),
         ("text", {"format": {"type": "json_schema", "schema": 3}}),
+        ("text", {"format": {"type": "json_schema", "schema": {"type": "sometimes"}}}),
+        ("metadata", "x"),
+        ("request_id", "a b"),
         ("tools", {}),
         ("tool_choice", {"type": "web_search"}),
         ("temperature", -1),

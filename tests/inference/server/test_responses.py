@@ -73,7 +73,9 @@ def test_fields_of_a_chat():
     }
 
 
-@pytest.mark.parametrize("value", [None, 3, {}, [3], [{"role": "user"}]])
+@pytest.mark.parametrize(
+    "value", [None, 3, {}, [3], [{"role": "user"}], [{"type": "function_call_output"}]]
+)
 def test_wrong_input(value):
     with pytest.raises(RequestError) as caught:
         chat_body({"input": value})

@@ -233,6 +233,22 @@ def test_chat_stream(openai_client, http):
     assert final.choices[0].message.content == text[: text.index(stop)]
 
 
+def test_held_text_delays_its_token_ids(http, model):
+    """A stop text may begin with what is held back: no chunk between the first and the last is
+    empty, and the last has the tokens without text.
+    """
+    new = greedy(model, CHAT_IDS, 8)[0]
+    body = {"messages": MESSAGES, "temperature": 0, "max_tokens": 8, "return_token_ids": True}
+    body |= {"stop": [f"{WORDS[new[3]]} never"], "logprobs": True}
+    chunks = [chunk["choices"][0] for chunk in events(http, "/v1/chat/completions", **body)]
+    assert chunks[0]["prompt_token_ids"] == CHAT_IDS
+    assert all(chunk["delta"]["content"] for chunk in chunks[1:-1])
+    assert [token for chunk in chunks for token in chunk.get("token_ids", ())] == new
+    for chunk in chunks:
+        entries = chunk["logprobs"]["content"] if chunk["logprobs"] else []
+        assert len(entries) == len(chunk.get("token_ids", ()))
+
+
 def test_template_variables_and_errors(http, model):
     body = {"messages": MESSAGES, "temperature": 0, "max_tokens": 3, "return_token_ids": True}
     variables = {"thinking": True}
@@ -244,8 +260,10 @@ def test_template_variables_and_errors(http, model):
     robots = [{"role": "robot", "content": "w5"}]
     response = http.post("/v1/chat/completions", json={"messages": robots})
     assert "no robots" in check_error(response, 400, param="messages")["message"]
-    wrong = {"messages": MESSAGES, "chat_template_kwargs": {"bos_token": "x"}}
-    check_error(http.post("/v1/chat/completions", json=wrong), 400, param="chat_template_kwargs")
+    for name in ("bos_token", "sep_token"):  # the tokenizer has no sep_token
+        wrong = {"messages": MESSAGES, "chat_template_kwargs": {name: "x"}}
+        response = http.post("/v1/chat/completions", json=wrong)
+        check_error(response, 400, param="chat_template_kwargs")
 
 
 def test_tokenize_and_detokenize(http):
@@ -255,7 +273,10 @@ def test_tokenize_and_detokenize(http):
     assert (result["count"], result["max_model_len"]) == (4, 128)
     assert post(http, "/tokenize", messages=MESSAGES)["tokens"] == CHAT_IDS
     assert post(http, "/detokenize", tokens=[5, 12])["prompt"] == "w5 w12"
-    check_error(http.post("/detokenize", json={"tokens": "x"}), 400, param="tokens")
+    for tokens in ("x", [61], [-1], [2**70]):
+        check_error(http.post("/detokenize", json={"tokens": tokens}), 400, param="tokens")
+    tools = {"messages": MESSAGES, "tools": [1]}
+    check_error(http.post("/tokenize", json=tools), 400, param="tools")
     info = http.get("/tokenizer_info").json()
     assert (info["bos_token"], info["eos_token"]) == ("<s>", "</s>")
 
@@ -266,6 +287,9 @@ def test_errors_have_the_envelope_of_openai(http, openai_client):
     completions = "/v1/completions"
     unknown = http.post(completions, json={"model": "gpt-9", "prompt": "w5"})
     assert check_error(unknown, 404, "model_not_found", "model")["type"] == NOT_FOUND
+    check_error(
+        http.post(completions, json={"model": ["tiny"], "prompt": "w5"}), 400, None, "model"
+    )
     check_error(http.get("/v1/nothing"), 404)
     check_error(http.get(completions), 405)
     check_error(http.post(completions, content=b"{"), 400)
@@ -296,6 +320,24 @@ def test_fields_without_meaning_are_named(http):
     assert response.status_code == 200
     assert response.headers["x-ignored-fields"] == "chat_id"
     assert response.headers["x-request-id"] == "my-id"
+    body["request_id"] = "own-id"
+    response = http.post("/v1/completions", json=body, headers={"X-Request-Id": "my-id"})
+    assert response.headers["x-request-id"] == "own-id"
+    for wrong in ("", "a b", "ü", 3):
+        check_error(
+            http.post("/v1/completions", json={**body, "request_id": wrong}),
+            400,
+            param="request_id",
+        )
+
+
+def test_head_requests(http):
+    """Load balancers check servers by HEAD; the answer has the head of GET alone."""
+    for path in ("/health", "/v1/models", "/"):
+        response = http.head(path)
+        assert (response.status_code, response.content) == (200, b"")
+        assert int(response.headers["content-length"]) == len(http.get(path).content)
+    check_error(http.get("/v1/completions"), 405)
 
 
 def test_every_route_needs_a_key(server):

@@ -27,6 +27,8 @@ def test_references_move_with_their_schema():
         ("tools", {"tools": {}}),
         ("tools", {"tools": [{"type": "function"}]}),
         ("tools", {"tools": [TOOLS[0], TOOLS[0]]}),
+        ("tools", {"tools": [{**TOOLS[0], "type": "custom"}]}),
+        ("tools", {"tools": [{"function": {"name": "f", "parameters": "x"}}]}),
         ("parallel_tool_calls", {"parallel_tool_calls": "no"}),
         ("tool_choice", {"tool_choice": "required"}),
         ("tool_choice", {"tools": TOOLS, "tool_choice": "always"}),

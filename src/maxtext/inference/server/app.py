@@ -31,11 +31,12 @@ from maxtext.inference.server.events import (
 from maxtext.inference.server.fields import ApiRequest, RequestParser
 from maxtext.inference.server.generate import ResponseWriter
 from maxtext.inference.server.metrics import ServerMetrics
-from maxtext.inference.server.middleware import KeyMiddleware, RequestMiddleware
+from maxtext.inference.server.middleware import KeyMiddleware, RequestMiddleware, is_request_id
 from maxtext.inference.server.model import ServedModel
 from maxtext.inference.server.page import ChatPage
 from maxtext.inference.server.response_events import ResponsesWriter
 from maxtext.inference.server.responses import parse_response_request
+from maxtext.inference.server.tools import parse_tools
 from maxtext.inference.session import PreparedRequest
 from maxtext.inference.validation import RequestError, check_token_ids
 
@@ -69,10 +70,12 @@ def build_app(model: ServedModel, options: ServerOptions) -> FastAPI:
     metrics = ServerMetrics(model.engine, model.names[0], options.metrics_prefix)
     endpoints = Endpoints(model, options, metrics)
     for method, path, endpoint in endpoints.routes():
-        app.add_api_route(path, endpoint, methods=[method])
+        # Monitors ask by HEAD; uvicorn leaves out the body.
+        methods = ["GET", "HEAD"] if method == "GET" else [method]
+        app.add_api_route(path, endpoint, methods=methods)
     if options.has_page:
         facts = {"needs_key": bool(options.api_keys), "defaults": dict(model.sampling_defaults)}
-        app.add_api_route("/", ChatPage(facts).respond, methods=["GET"])
+        app.add_api_route("/", ChatPage(facts).respond, methods=["GET", "HEAD"])
     app.add_exception_handler(HTTPException, on_http_error)
     for kind in (ApiError, UserError):
         app.add_exception_handler(kind, endpoints.on_error)
@@ -195,6 +198,8 @@ class Endpoints:
         self.model.engine.check_accepts(0)  # a draining server does not read bodies
         body = await self.read_body(request)
         self.model.find(body.get("model"))
+        if "request_id" in body:
+            request.state.request_id = parse_request_id(body)
 
         def prepare() -> tuple[ApiRequest, list[PreparedRequest]]:
             parsed = parse(body)
@@ -241,6 +246,7 @@ class Endpoints:
         if "messages" in body:
             # As vLLM's endpoint: tools are rendered whatever would call them.
             chat = {**body, "tool_choice": "none"}
+            parse_tools(chat)
             text = await asyncio.to_thread(self.parser.chat_text, chat)
             tokens = await asyncio.to_thread(self.model.tokenizer.encode_with_specials, text)
         else:
@@ -258,6 +264,7 @@ class Endpoints:
         body = await self.read_body(request)
         self.model.find(body.get("model"))
         tokens = check_token_ids("tokens", body.get("tokens"))
+        self.model.check_token_range("tokens", tokens)
         text = await asyncio.to_thread(self.model.tokenizer.decode, list(tokens))
         return json_response({"prompt": text})
 
@@ -308,6 +315,15 @@ def has_long_preparation(body: Body) -> bool:
         or "response_format" in body
         or "structured_outputs" in body
     )
+
+
+def parse_request_id(body: Body) -> str:
+    request_id = text_field(body, "request_id")
+    if not is_request_id(request_id):
+        raise RequestError(
+            "request_id must have 1 to 128 characters of ASCII without blanks", "request_id"
+        )
+    return request_id
 
 
 def shown_names(parsed: ApiRequest) -> list[str]:

@@ -54,7 +54,9 @@ class ChoiceFormatter:
         self.echo = request.echoes[index // request.num_choices] if request.echoes else ""
         self.parser = request.format.build_parser()
         self.message = MessageBuilder()
-        self.held_logprobs: list[Json] = []  # of text that the parser holds back
+        # Of text that the parser holds back.
+        self.held_logprobs: list[Json] = []
+        self.held_token_ids: list[int] = []
         self.is_first = True
         # Counts the characters before each token; a character ends with the last of its tokens.
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -165,20 +167,28 @@ class ChoiceFormatter:
         """The role first, then reasoning, content and calls, then the reason of the end."""
         is_last = delta.completion is not None
         self.held_logprobs += logprobs["content"] if logprobs else []
+        self.held_token_ids += extras.get("token_ids", [])
         parts = [self.message.add(part) for part in self.parser.add(delta.text, is_last)]
-        if not parts and delta.token_ids and (extras or (is_last and self.held_logprobs)):
-            parts = [{"content": ""}]
         chunks: list[Json] = []
         if self.is_first and (parts or is_last):
             self.is_first = False
-            chunks.append({"delta": {"role": "assistant", "content": ""}, "logprobs": None})
-        for part in parts:
-            entry = {"content": self.held_logprobs, "refusal": None} if logprobs else None
-            chunks.append({"delta": part, "logprobs": entry, **extras})
-            self.held_logprobs, extras = [], {}
-        if is_last:
-            chunks.append({"delta": {}, "logprobs": None, **self.finish(delta.completion)})
+            prompt = {name: ids for name, ids in extras.items() if name == "prompt_token_ids"}
+            start = {"role": "assistant", "content": ""}
+            chunks.append({"delta": start, "logprobs": None, **prompt})
+        chunks += [{"delta": part, **self.take_held()} for part in parts]
+        if is_last:  # it has the tokens without text, such as the end-of-sequence token
+            chunks.append({"delta": {}, **self.take_held(), **self.finish(delta.completion)})
         return [{"index": self.index, "finish_reason": None, **chunk} for chunk in chunks]
+
+    def take_held(self) -> Json:
+        """What belongs to the tokens of a chunk."""
+        taken: Json = {"logprobs": None}
+        if self.held_logprobs:
+            taken["logprobs"] = {"content": self.held_logprobs, "refusal": None}
+        if self.held_token_ids:
+            taken["token_ids"] = self.held_token_ids
+        self.held_logprobs, self.held_token_ids = [], []
+        return taken
 
     def finish(self, completion: Completion | None) -> Json:
         end = finish(completion)

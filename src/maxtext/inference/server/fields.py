@@ -22,7 +22,7 @@ from maxtext.inference.server.model import ServedModel
 from maxtext.inference.server.reasoning import Reasoning
 from maxtext.inference.server.tools import ToolOptions, parse_tools
 from maxtext.inference.structured_outputs import StructuredOutputs, parse_response_format
-from maxtext.inference.validation import RequestError, check_range, check_whole_number
+from maxtext.inference.validation import RequestError, check_range, check_whole_number, shorten
 
 DEFAULT_TEMPERATURE = 1.0  # of requests, unless generation_config.json has another
 SAMPLING_FIELDS = (
@@ -344,13 +344,16 @@ class RequestParser:
         options = object_field(body, "stream_options")
         if "stream_options" in body and not stream:
             raise RequestError("stream_options needs stream=true", "stream_options")
-        continuous = bool(options.get("continuous_usage_stats"))
+        continuous, include_usage = (
+            parse_stream_option(options, name)
+            for name in ("continuous_usage_stats", "include_usage")
+        )
         return ApiRequest(
             model=self.model.find(body.get("model"))[0],
             requests=tuple(requests),
             is_chat=is_chat,
             stream=stream,
-            include_usage=bool(options.get("include_usage")) or continuous,
+            include_usage=include_usage or continuous,
             continuous_usage=continuous,
             echoes=echoes,
             logprobs=logprobs,
@@ -358,3 +361,12 @@ class RequestParser:
             return_token_ids=flag(body, "return_token_ids"),
             ignored_fields=ignored,
         )
+
+
+def parse_stream_option(options: Body, name: str) -> bool:
+    value = options.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise RequestError(
+            f"stream_options.{name} must be true or false, not {shorten(value)}", "stream_options"
+        )
+    return bool(value)

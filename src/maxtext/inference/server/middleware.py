@@ -25,6 +25,10 @@ MAX_STARTS = 8  # requests in one turn of the event loop
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
+def is_request_id(text: str) -> bool:
+    return REQUEST_ID.fullmatch(text) is not None
+
+
 class RequestMiddleware:
     """Gives each request an id, in its state and in the header X-Request-Id of the response, and
     counts responses. An exception that reaches it becomes an error response, if none has begun.
@@ -43,15 +47,16 @@ class RequestMiddleware:
             await self.app(scope, receive, send)
             return
         given = Headers(scope=scope).get("x-request-id", "")
-        request_id = given if REQUEST_ID.fullmatch(given) else new_id()
-        scope.setdefault("state", {})["request_id"] = request_id
+        request_id = given if is_request_id(given) else new_id()
+        state = scope.setdefault("state", {})
+        state["request_id"] = request_id  # the field request_id of a body may replace it
         status = 0
 
         async def send_with_id(message: Any) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message)["X-Request-Id"] = request_id
+                MutableHeaders(scope=message)["X-Request-Id"] = state["request_id"]
             await send(message)
 
         try:
@@ -60,14 +65,14 @@ class RequestMiddleware:
                     await asyncio.sleep(0)
             await self.app(scope, receive, send_with_id)
         except Exception as error:
-            response = error_response(ApiError.from_exception(error, request_id))
+            response = error_response(ApiError.from_exception(error, state["request_id"]))
             if not status:
                 await response(scope, receive, send_with_id)
         finally:
             path = getattr(scope.get("route"), "path", "other")
             self.metrics.count_http(path, status)
             if self.log_requests:
-                LOGGER.info("%s %s %s %d", request_id, scope["method"], path, status)
+                LOGGER.info("%s %s %s %d", state["request_id"], scope["method"], path, status)
 
 
 class KeyMiddleware:

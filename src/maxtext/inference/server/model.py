@@ -10,14 +10,18 @@ from maxtext.common.files import read_json_object
 from maxtext.inference.async_engine import AsyncEngine
 from maxtext.inference.llm import LLM
 from maxtext.inference.server.errors import NOT_FOUND, ApiError
-from maxtext.inference.validation import RequestError
+from maxtext.inference.validation import RequestError, shorten
 from maxtext.tokenizers import ChatTemplate, Tokenizer
 from maxtext.tokenizers.token_bytes import text_bytes
 
 # Fields of generation_config.json that are defaults of requests.
 SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-# Variables of a template that a request may not set by chat_template_kwargs.
+# Variables of a template that a request may not set by chat_template_kwargs, special tokens also
+# where the tokenizer has none of this kind.
 RESERVED_VARIABLES = {"messages", "tools", "documents", "add_generation_prompt"}
+RESERVED_VARIABLES |= {
+    f"{kind}_token" for kind in ("bos", "eos", "pad", "unk", "sep", "cls", "mask")
+}
 
 
 @dataclass
@@ -42,15 +46,18 @@ class ServedModel:
 
     def find(self, name: Any, param: str = "model") -> tuple[str, str]:
         """(name in responses, adapter) of the `model` of a request; None is the first. Raises
-        ApiError for an unknown one, with the field `param`.
+        ApiError for an unknown one and RequestError for one that is no text, with the field
+        `param`.
         """
+        if name is not None and not isinstance(name, str):
+            raise RequestError(f"{param} must be text, not {shorten(name)}", param)
         if name is None or name in self.names:
             return self.names[0], ""
-        if isinstance(name, str) and name in self.llm.adapters.loaded:
+        if name in self.llm.adapters.loaded:
             return name, name
         raise ApiError(
             404,
-            f"there is no model {str(name)[:100]!r}; GET /v1/models lists them",
+            f"there is no model {name[:100]!r}; GET /v1/models lists them",
             NOT_FOUND,
             param=param,
             code="model_not_found",
@@ -75,6 +82,16 @@ class ServedModel:
         if add_special_tokens and self.llm.config.add_bos:
             return self.tokenizer.encode_prompt(text)
         return self.tokenizer.encode_with_specials(text)
+
+    def check_token_range(self, name: str, token_ids: Sequence[int]) -> None:
+        """Raises RequestError for the first id outside the vocabulary of the model."""
+        size = self.llm.config.vocab_size
+        outside = next((token for token in token_ids if token >= size), None)
+        if outside is not None:
+            raise RequestError(
+                f"{name} has {shorten(outside)}, which is outside the vocabulary, 0 to {size - 1}",
+                name,
+            )
 
     def render_chat(
         self,

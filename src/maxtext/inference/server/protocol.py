@@ -91,8 +91,12 @@ class LimitedProtocol(HttpToolsProtocol):
         self.refuse(self.refusal)
 
     def refuse(self, error: ApiError) -> None:
-        """Send an error and close the connection; only close it within another response."""
-        if self.cycle is not None and not self.cycle.response_complete:
+        """Send an error and close the connection; only close it within another response. A request
+        whose body is malformed, for which the application waits, has no response yet.
+        """
+        cycle = self.cycle
+        is_open = cycle is not None and not cycle.response_complete
+        if is_open and (cycle.response_started or self.pipeline):
             self.transport.abort()
             return
         body = encode_json(error.body())

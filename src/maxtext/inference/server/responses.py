@@ -9,8 +9,10 @@ from dataclasses import replace
 from typing import Any
 
 from maxtext.common.log import LOGGER
+from maxtext.inference.sampling_params import SamplingParams
 from maxtext.inference.server.bodies import Body, flag, object_field, text_field
 from maxtext.inference.server.fields import INERT_FIELDS, SAMPLING_FIELDS, ApiRequest, RequestParser
+from maxtext.inference.structured_outputs import StructuredOutputs
 from maxtext.inference.validation import RequestError, shorten
 
 # Silence would lose the conversation, or something else that the client relies on.
@@ -55,7 +57,17 @@ def parse_response_request(parser: RequestParser, body: Body) -> ApiRequest:
     except RequestError as error:
         param = CHAT_NAMES.get(error.param or "", error.param)
         raise RequestError(str(error), param, error.code) from error
-    return replace(request, ignored_fields=ignored, settings=response_settings(body))
+    params = request.requests[0].params
+    constraint = params.structured_outputs
+    if isinstance(constraint, StructuredOutputs):  # it is compiled later, with errors of its own
+        param = CHAT_NAMES.get(constraint.param, constraint.param)
+        params = replace(params, structured_outputs=replace(constraint, param=param))
+    return replace(
+        request,
+        requests=(replace(request.requests[0], params=params),),
+        ignored_fields=ignored,
+        settings=response_settings(body, params),
+    )
 
 
 def chat_body(body: Body) -> dict[str, Any]:
@@ -152,6 +164,8 @@ def add_item(messages: list[dict[str, Any]], item: Any, name: str) -> None:
         open_turn(messages).setdefault("tool_calls", []).append(call)
     elif kind == "function_call_output":
         output = item.get("output")
+        if output is None:
+            raise RequestError(f"{name}.output is missing", "input")
         is_text = isinstance(output, str | list)
         content = join_parts(output, f"{name}.output") if is_text else json.dumps(output)
         messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
@@ -181,21 +195,21 @@ def join_parts(content: Any, name: str) -> str:
     return "".join(texts)
 
 
-def response_settings(body: Body) -> dict[str, Any]:
-    """The fields of a request that its response repeats."""
+def response_settings(body: Body, params: SamplingParams) -> dict[str, Any]:
+    """The fields of a request that its response repeats, `params` with the model's defaults."""
     return {
         "instructions": body.get("instructions"),
         "max_output_tokens": body.get("max_output_tokens"),
-        "metadata": body.get("metadata", {}),
+        "metadata": object_field(body, "metadata"),
         "parallel_tool_calls": flag(body, "parallel_tool_calls", default=True),
         "previous_response_id": None,
         "reasoning": {"effort": None, "summary": None, **object_field(body, "reasoning")},
         "store": False,
-        "temperature": body.get("temperature", 1.0),
+        "temperature": params.temperature,
         "text": {"format": {"type": "text"}, **object_field(body, "text")},
         "tool_choice": body.get("tool_choice", "auto"),
         "tools": body.get("tools", []),
-        "top_p": body.get("top_p", 1.0),
+        "top_p": params.top_p,
         "truncation": "disabled",
         "user": body.get("user"),
     }

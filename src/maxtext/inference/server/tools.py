@@ -100,7 +100,15 @@ def parse_tools(body: Body) -> ToolOptions:
         name = function.get("name")
         if not isinstance(name, str) or not name or name in schemas:
             raise RequestError(f"tools[{index}] must have a function with its own name", "tools")
+        if tool.get("type", "function") != "function":
+            raise RequestError(
+                f"tools[{index}].type must be function, not {shorten(tool['type'])}", "tools"
+            )
         schemas[name] = function.get("parameters") or ANY_OBJECT
+        if not isinstance(schemas[name], Mapping):
+            raise RequestError(
+                f"tools[{index}].function.parameters must be a JSON schema, an object", "tools"
+            )
     choice = body.get("tool_choice", "auto" if schemas else "none")
     if isinstance(choice, Mapping):
         function = choice.get("function")
