@@ -5,6 +5,10 @@ import pytest
 
 from maxtext import LLM
 from maxtext.inference import GenerationRequest, SamplingParams
+from maxtext.inference.block_pool import BlockPool
+from maxtext.inference.prefix_cache import PrefixCache
+from maxtext.inference.scheduler import Scheduler
+from maxtext.inference.sequence import Sequence
 
 EXACT = {"dtype": "float32", "weight_dtype": "float32", "matmul_precision": "highest"}
 pytestmark = pytest.mark.usefixtures("few_programs")
@@ -60,12 +64,31 @@ def test_choices_share_the_blocks_of_their_prompt(folder):
     choices = sorted(llm.completions(iter([request])), key=lambda each: each.choice)
     cache = llm.engine.prefix_cache
     assert cache.hits == 5 * 16
+    assert llm.engine.num_prefilled == 18 + 5 * 2
     assert llm.engine.scheduler.num_preemptions == 0  # six prompts of their own need 30 blocks
     assert cache.pool.num_referenced == cache.num_on_device == 0
     dense = LLM.load(folder, **EXACT).generate(prompt, seed=1, n=6, **HOT)
     assert [list(choice.token_ids) for choice in choices] == dense
     list(llm.completions(iter([GenerationRequest(prompt, SamplingParams(**HOT))])))
     assert cache.hits == 5 * 16
+
+
+def test_choices_wait_for_no_other_prompt_than_their_own():
+    """The first choice of each request is prefilled with those of the others, the rest after it."""
+    cache = PrefixCache(BlockPool(num_blocks=32), block_size=4)
+    scheduler = Scheduler(8, cache, contiguous=False)
+    for index, first_id in enumerate((1, 1, 1, 51, 51, 51)):
+        prompt = tuple(range(first_id, first_id + 10))
+        scheduler.add(Sequence(index, prompt, SamplingParams(n=3)))
+    scheduler.admit()
+    assert [sequence.request_id for sequence in scheduler.running] == [0, 3]
+    for sequence in scheduler.running:
+        sequence.num_computed = sequence.prefill_length
+        cache.insert(sequence.token_ids[:8], sequence.blocks[:2])
+    scheduler.admit()
+    assert [sequence.request_id for sequence in scheduler.running] == [0, 3, 1, 2, 4, 5]
+    assert [sequence.num_computed for sequence in scheduler.running] == [10, 10, 8, 8, 8, 8]
+    assert not scheduler.waiting
 
 
 @pytest.mark.slow

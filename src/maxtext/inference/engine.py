@@ -213,13 +213,13 @@ class InferenceEngine:
             raise
 
     def dispatch_and_collect(self) -> list[StepOutput]:
-        for sequence, snapshot in self.scheduler.admit():
-            self.executor.write_slot(sequence.slot, snapshot)
         num_in_flight = len(self.in_flight)
+        self.admit()
         while group := self.scheduler.next_prefill():
             self.prefill(*group)
             if self.scheduler.chunk_size:
                 break
+            self.admit()  # what waited for a prefix of these
         outputs: list[StepOutput] = []
         if self.scheduler.has_decoding:
             outputs += self.decode()
@@ -228,6 +228,10 @@ class InferenceEngine:
         while len(self.in_flight) > num_left:
             outputs += self.collect()
         return outputs
+
+    def admit(self) -> None:
+        for sequence, snapshot in self.scheduler.admit():
+            self.executor.write_slot(sequence.slot, snapshot)
 
     def prefill(self, chunks: Chunks, packed: bool) -> None:
         """Dispatch the prefill of chunks, each in its own row or all in one."""

@@ -147,7 +147,8 @@ class Programs:
 
     @cached_property
     def decode(self) -> Any:
-        concurrent = self.build.adapters is not None and self.build.platform == "gpu"
+        has_adapters = self.build.adapters is not None or self.config.lora_rank > 0
+        concurrent = has_adapters and self.build.platform == "gpu"
         options = CONCURRENT_KERNELS if concurrent else None
         return jax.jit(self.run_decode, donate_argnums=(1, 3), compiler_options=options)
 

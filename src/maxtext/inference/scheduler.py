@@ -10,6 +10,7 @@ decode steps of the others. The scheduler does not touch the device.
 
 import time
 from collections import deque
+from collections.abc import Hashable
 from typing import Any
 
 from maxtext.inference import shapes
@@ -51,7 +52,7 @@ class Scheduler:
         self.free_slots = list(range(num_slots))[::-1]
         # Slots whose sequence the host has finished, while the device may still extend it.
         self.finished_slots: set[int] = set()
-        self.blocked = False  # too few blocks are free for the first waiting sequence
+        self.blocked = False  # too few blocks are free for the next waiting sequence
         self.num_preemptions = 0
 
     @property
@@ -92,15 +93,19 @@ class Scheduler:
     # Admission.
 
     def admit(self) -> list[tuple[Sequence, Any]]:
-        """Give slots and blocks to waiting sequences. Returns those that resume from a snapshot of
-        the per-slot caches, with the snapshot.
+        """Give slots and blocks to waiting sequences, but for those whose first block another one
+        prefills: afterwards they share it. Returns those that resume from a snapshot of the
+        per-slot caches, with the snapshot.
         """
         restored = []
-        while self.waiting and self.free_slots and not self.blocked:
-            sequence = self.waiting[0]
+        prefilling = {self.first_block(each) for each in self.running if self.adds_blocks(each)}
+        for sequence in list(self.waiting) if self.free_slots else ():
+            if not self.free_slots or self.blocked:
+                break
             uses_cache = self.uses_prefix_cache(sequence)
-            if uses_cache and self.shares_first_block(sequence):
-                break  # once the other is prefilled, they share their common prefix
+            first_block = self.first_block(sequence)
+            if uses_cache and first_block is not None and first_block in prefilling:
+                continue
             match = (
                 self.cache.match(sequence.token_ids, sequence.cache_namespace)
                 if uses_cache and not sequence.wants_prompt_logprobs
@@ -117,7 +122,7 @@ class Scheduler:
                 self.cache.free(matched)
                 self.blocked = True  # until a sequence frees its blocks
                 break
-            self.waiting.popleft()
+            self.waiting.remove(sequence)
             self.start(sequence, matched + allocated)
             if match:
                 sequence.num_computed = match.length
@@ -126,6 +131,8 @@ class Scheduler:
                 sequence.common_length = match.common_length
                 if match.snapshot is not None:
                     restored.append((sequence, match.snapshot))
+            if self.adds_blocks(sequence):
+                prefilling.add(first_block)
         return restored
 
     def start(self, sequence: Sequence, blocks: list[int]) -> None:
@@ -141,15 +148,20 @@ class Scheduler:
         sequence.common_length = 0
         self.running.append(sequence)
 
-    def shares_first_block(self, sequence: Sequence) -> bool:
-        """Whether a sequence in prefill has the same first block of tokens."""
-        size = self.block_size
-        return len(sequence.token_ids) > size and any(
-            sequence.token_ids[:size] == other.token_ids[:size]
-            and sequence.cache_namespace == other.cache_namespace
-            for other in self.running
-            if not other.is_decoding
-        )
+    def first_block(self, sequence: Sequence) -> Hashable:
+        """What sequences have in common if they can share their first block; None if a sequence is
+        too short to share one."""
+        if len(sequence.token_ids) <= self.block_size:
+            return None
+        return sequence.cache_namespace, tuple(sequence.token_ids[: self.block_size])
+
+    def adds_blocks(self, sequence: Sequence) -> bool:
+        """Whether full blocks of a sequence are still to be prefilled, which others may share."""
+        return sequence.num_computed < self.last_full_block(sequence)
+
+    def last_full_block(self, sequence: Sequence) -> int:
+        """The end of the last full block that can be shared: a token is left to compute."""
+        return (sequence.prefill_length - 1) // self.block_size * self.block_size
 
     # Prefill.
 
@@ -161,8 +173,7 @@ class Scheduler:
         if self.snapshots:
             # The per-slot caches are saved where the prefix departs from cached ones, and at the
             # last full block of the prompt.
-            last_full = (sequence.prefill_length - 1) // self.block_size * self.block_size
-            for position in (sequence.common_length, last_full):
+            for position in (sequence.common_length, self.last_full_block(sequence)):
                 if position > sequence.num_computed:
                     return min(count, position - sequence.num_computed)
         return count

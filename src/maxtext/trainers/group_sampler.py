@@ -131,6 +131,7 @@ class GroupSampler:
             seed=sample_seed(self.config.data_shuffle_seed, step, index, number),
             stop=tuple(self.config.stop_strings or ()),
             stop_token_ids=self.stop_token_ids,
+            n=self.config.num_generations,  # the completions of a group share their prompt's blocks
             logprobs=0,
         )
         return GenerationRequest(prompt.ids, params)
