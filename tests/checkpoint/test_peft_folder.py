@@ -51,6 +51,9 @@ VARIANTS = {
     "head of a tied model": (
         "Qwen3", dict(target_modules=["q_proj"], modules_to_save=["lm_head"])
     ),
+    "embedding of a tied model": (
+        "Qwen3", dict(target_modules=["q_proj"], modules_to_save=["embed_tokens"])
+    ),
     "outside layers": ("Llama", dict(target_modules=["embed_tokens", "lm_head"])),
     "fused": ("Phi3", dict(target_modules=["qkv_proj", "gate_up_proj"])),
     "fused dora": ("Phi3", dict(target_modules=["qkv_proj", "o_proj"], use_dora=True)),
@@ -260,6 +263,13 @@ def test_problems_name_the_tensor(bases, tmp_path):
     folder = write_folder(tmp_path / "module", arrays, target_modules=["c_attn"])
     with pytest.raises(UserError, match="c_attn.lora_A.weight is of a module that the model lacks"):
         read_adapter(folder, config)
+    arrays = {"model.norm.weight": np.ones(16, "float32")}
+    saved = write_folder(tmp_path / "norm", arrays, modules_to_save=["norm"])
+    with pytest.raises(UserError, match="model.norm.weight is saved in full, which is supported"):
+        read_adapter(saved, config)
+    head = write_folder(tmp_path / "head", factors("lm_head", 16, 67), target_modules=["lm_head"])
+    with pytest.raises(UserError, match="is of a head that is the model's embedding"):
+        read_adapter(head, settings_of(bases("Qwen3")))
     with pytest.raises(UserError, match="it is no PEFT adapter"):
         read_adapter(tmp_path, config)
     (folder / "adapter_model.safetensors").unlink()

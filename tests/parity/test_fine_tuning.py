@@ -87,10 +87,16 @@ def token_logps(model, ids):
     return torch.log_softmax(logits, -1).gather(-1, ids[0, 1:, None])[:, 0]
 
 
-def train(model, losses):
-    """The value of each loss, a function of the model, before its AdamW update."""
+def train(model, losses, weight_decay=0.0):
+    """The value of each loss, a function of the model, before its AdamW update. As in transformers'
+    Trainer, norms are not decayed."""
     weights = [weight for weight in model.parameters() if weight.requires_grad]
-    optimizer = torch.optim.AdamW(weights, RATE, (0.9, 0.95), 1e-8, weight_decay=0.0)
+    groups = [
+        {"params": [weight for weight in weights if weight.ndim > 1]},
+        {"params": [weight for weight in weights if weight.ndim == 1], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    optimizer = torch.optim.AdamW(groups, RATE, (0.9, 0.95), 1e-8, weight_decay=weight_decay)
     values = []
     for loss in losses:
         value = loss(model)
@@ -148,6 +154,15 @@ def test_sft_equals_torch(folder):
     model = torch_model(folder)
     expected = train(model, [sft_loss(folder, CHATS[:2]), sft_loss(folder, CHATS[2:])])
     run = tune.sft(folder, CHATS, steps=2, **EXACT)
+    np.testing.assert_allclose(losses_of(run), expected, rtol=1e-5)
+    np.testing.assert_allclose(run.model.logits(PROBE), probe(model), atol=1e-4)
+
+
+@pytest.mark.slow
+def test_weight_decay_leaves_norms_out(folder):
+    model, decay = torch_model(folder), 2.0
+    expected = train(model, [sft_loss(folder, CHATS[:2]), sft_loss(folder, CHATS[2:])], decay)
+    run = tune.sft(folder, CHATS, steps=2, adam_weight_decay=decay, **EXACT)
     np.testing.assert_allclose(losses_of(run), expected, rtol=1e-5)
     np.testing.assert_allclose(run.model.logits(PROBE), probe(model), atol=1e-4)
 

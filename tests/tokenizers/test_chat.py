@@ -97,6 +97,15 @@ def test_text_and_ids_equal_transformers(style, chat, add_generation_prompt, hf_
     assert tokenizer.encode_with_specials(text) == expected
 
 
+@pytest.mark.parametrize("name", ["reasoning_content", "thinking", "reasoning"])
+def test_reasoning_has_the_names_that_it_has_in_transformers(name, hf_tokenizer):
+    names = "{{ m.reasoning_content }} {{ m.thinking }} {{ m.content }}"
+    source = f"{{% for m in messages %}}{names}{{% endfor %}}"
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", name: "hm"}]
+    expected = hf_tokenizer.apply_chat_template(chat, chat_template=source, tokenize=False)
+    assert ChatTemplate(source, "test").render(chat) == expected
+
+
 def test_reads_the_template_in_the_tokenizer_folder(bpe, tmp_path):
     assert load(bpe).source == CHATML
     shutil.copytree(bpe, tmp_path, dirs_exist_ok=True)

@@ -284,6 +284,18 @@ class ModelModules:
         return rules
 
     @cached_property
+    def hf_names(self) -> set[str]:
+        """Those of all tensors of the model."""
+        shapes = {name: info.shape for name, info in self.param_infos.items()}
+        mapping = hf_registry.mapping_for(self.config)
+        bound = (
+            rule.bind(shapes, layer)
+            for rule in hf_registry.rules(mapping, self.config)
+            for layer in rule.layers(shapes)
+        )
+        return {name for rule in bound if rule is not None for name in rule.hf_names}
+
+    @cached_property
     def by_hf(self) -> dict[str, ModuleRule]:
         by_hf: dict[str, ModuleRule] = {}
         for rule in self.rules:

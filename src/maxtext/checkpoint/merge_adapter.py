@@ -50,16 +50,22 @@ class MergedTensors:
     def tensors(self) -> Mapping[str, TensorInfo]:
         dtype = self.source.tensors[EMBEDDING].dtype
         own = {name: TensorInfo(dtype, array.shape) for name, array in self.adapter.saved.items()}
+        if HEAD_WEIGHT in self.new_names:
+            vocab_size, embed_dim = self.source.tensors[EMBEDDING].shape
+            own[HEAD_WEIGHT] = TensorInfo(dtype, (embed_dim, vocab_size))
         return own | dict(self.source.tensors)
 
     @property
     def new_names(self) -> list[str]:
-        """Saved weights that the base lacks: the head of a tied model."""
-        return [name for name in self.adapter.saved if name not in self.source.tensors]
+        """Weights that the base lacks: the head of a tied model."""
+        is_tied = HEAD_WEIGHT not in self.source.tensors
+        return [HEAD_WEIGHT] if is_tied and self.adapter.saved else []
 
     def read(self, name: str) -> np.ndarray:
         if name in self.adapter.saved:
             return self.adapter.saved[name].astype(self.tensors[name].dtype)
+        if name in self.new_names:  # only the embedding was saved: the head is still the base's
+            return np.ascontiguousarray(self.source.read(EMBEDDING).T)
         return self.merge(name, self.source.read(name))
 
     def __iter__(self) -> Iterator[tuple[str, np.ndarray]]:
@@ -80,8 +86,8 @@ class MergedTensors:
 
 def merged_config(config: MaxTextConfig, adapter: Adapter) -> MaxTextConfig:
     """The configuration of the merged model: its head is no longer its embedding if the adapter has
-    a head of its own."""
-    if HEAD_WEIGHT not in adapter.saved or not config.logits_via_embedding:
+    either of its own."""
+    if not adapter.saved or not config.logits_via_embedding:
         return config
     return config.model_copy(update={"logits_via_embedding": False})
 

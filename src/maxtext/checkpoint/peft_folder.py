@@ -81,7 +81,7 @@ class AdapterReader:
             elif kind in (peft.EMBEDDING_A, peft.SAVED) and module in self.modules.saved_rules:
                 (embeddings if kind == peft.EMBEDDING_A else saved).append(module)
             else:
-                problems.append(f"{self.names[name]} is of a module that the model lacks")
+                problems.append(f"{self.names[name]} {self.misfit(module, kind)}")
         for key, rule in rules.items():
             problems += self.rule_problems(rule, by_rule[key])
         raise_problems(self.source.title, problems)
@@ -100,6 +100,17 @@ class AdapterReader:
             saved=tuple(MODULE_OF[name] for name in copies),
         )
         return Adapter(spec, tensors, copies, dict(settings))
+
+    def misfit(self, module: str, kind: str) -> str:
+        """Why the tensor of a module has no place in the model."""
+        if kind == peft.A and module in self.modules.saved_rules:
+            return "is of a head that is the model's embedding: save it in full (modules_to_save)"
+        if kind == peft.SAVED and module + kind in self.modules.hf_names:
+            return (
+                "is saved in full, which is supported for "
+                f"{' and '.join(self.modules.saved_rules)} alone"
+            )
+        return "is of a module that the model lacks"
 
     def rule_problems(self, rule: ModuleRule, present: Sequence[str]) -> list[str]:
         """What is wrong with the tensors of a rule's modules."""

@@ -19,6 +19,7 @@ import jax
 import optax
 
 from maxtext.common.errors import ConfigError
+from maxtext.configs.sources import is_preset
 from maxtext.configs.types import MaxTextConfig
 from maxtext.optimizers.moments import cast_to_float32, scale_by_adam_pax, scale_by_adamw
 from maxtext.optimizers.muon import dimension_numbers, scale_by_muon
@@ -90,7 +91,11 @@ def _rules(
 ) -> dict[str, optax.GradientTransformation]:
     """The transformation of each group that occurs."""
     schedule = learning_rate_schedule(config)
-    masked = match_patterns("adamw_mask", config.adamw_mask, paths)
+    # The patterns of presets are for any model, also for adapters, which have no norms.
+    is_chosen = not is_preset(config.source("adamw_mask"))
+    masked = match_patterns(
+        "adamw_mask", config.adamw_mask, paths, warn=is_chosen, required=is_chosen
+    )
     decayed = jax.tree.map(lambda is_masked: not is_masked, masked)
     present = set(jax.tree.leaves(groups))
     if config.opt_type == "muon" and "matrix" not in present:
@@ -135,8 +140,9 @@ def refuse_unread_keys(config: MaxTextConfig) -> None:
     unread: list[tuple[tuple[str, ...], str]] = []
     decay_keys = ["adam_b1", "adam_b2"]
     if config.opt_type == "sgd":
-        decays = config.adam_weight_decay != 0  # SGD does not, as a decay of 0 asks
-        keys = tuple(key for key in ADAM_KEYS if decays or key != "adam_weight_decay")
+        # SGD does not decay weights, as a decay of 0 asks.
+        inert = () if config.adam_weight_decay else ("adam_weight_decay", "adamw_mask")
+        keys = tuple(key for key in ADAM_KEYS if key not in inert)
         unread.append((keys, "opt_type=sgd"))
         decay_keys = []
     if config.opt_type == "muon":

@@ -24,18 +24,20 @@ def parameter_paths(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> 
     )
 
 
-def match_patterns(key: str, patterns: Sequence[str], paths: Any, warn: bool = True) -> Any:
+def match_patterns(
+    key: str, patterns: Sequence[str], paths: Any, warn: bool = True, required: bool = True
+) -> Any:
     """A tree of bools: whether any pattern of the configuration key `key` matches the path.
 
     Raises ConfigError if no pattern matches any path: a typo would freeze or decay the wrong
     weights. A single pattern without a match may come from a list for several families; it is only
-    logged.
+    logged, with `warn`. Without `required`, nothing has to match.
     """
     all_paths = jax.tree.leaves(paths)
     unmatched = [
         pattern for pattern in patterns if not any(re.search(pattern, path) for path in all_paths)
     ]
-    if patterns and len(unmatched) == len(patterns):
+    if required and patterns and len(unmatched) == len(patterns):
         raise ConfigError(
             f"{key}={list(patterns)} matches no parameter: "
             f"patterns are searched in paths such as {all_paths[0]!r}"

@@ -28,6 +28,8 @@ from maxtext.tokenizers.templates import RenderedTemplate, TemplateFailure, run_
 from maxtext.tokenizers.tokenizer_config import chat_template_entry, read_json
 
 Messages = Sequence[Mapping[str, Any]]
+# Names of a message's reasoning, which rows and templates choose differently
+REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 
@@ -140,13 +142,27 @@ def read_template(path: Path) -> str:
 
 
 def to_records(messages: Messages) -> list[dict[str, Any]]:
-    """The messages as builtin types. Raises UserError if they are no list of records."""
+    """The messages as builtin types. A message with reasoning has it under the two names that
+    templates read, as in transformers. Raises UserError if they are no list of records.
+    """
     records = to_builtins(messages)
     if not isinstance(records, list) or not all(isinstance(entry, dict) for entry in records):
         raise UserError(
             f"a conversation is a list of records with role and content, not {short_repr(messages)}"
         )
-    return records
+    return [with_reasoning(record) for record in records]
+
+
+def with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+    """The message with its reasoning, if it has any, as `reasoning_content` and, for templates of
+    gpt-oss, as `thinking`.
+    """
+    reasoning = next(
+        (message[name] for name in REASONING_FIELDS if message.get(name) is not None), None
+    )
+    if reasoning is None:
+        return message
+    return {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
 def to_builtins(value: Any) -> Any:
