@@ -134,6 +134,40 @@ def test_errors_come_before_weights_are_loaded(tmp_path, capsys):
     assert "no socket" in capsys.readouterr().err
 
 
+SLOW_LOAD = """
+import sys, time
+from maxtext.cli import entry, serve
+def load_session(*args, **options):
+    print("loading", flush=True)
+    time.sleep(60)
+serve.load_session = load_session
+entry.entry()
+"""
+
+
+@pytest.mark.slow
+def test_sigterm_while_the_model_is_loading_is_no_failure(tmp_path):
+    command = [sys.executable, "-c", SLOW_LOAD, "serve", "qwen3-0.6b", *TINY]
+    process = subprocess.Popen(
+        [*command, "--uds", str(tmp_path / "socket")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "loading\n"
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=30)
+        assert errors.splitlines()[-1] == "stopped by SIGTERM while the model was loading"
+        assert "Traceback" not in errors
+        assert process.returncode == 0
+        assert not (tmp_path / "socket").exists()
+    finally:
+        process.kill()
+        process.wait()
+
+
 @pytest.mark.slow
 def test_sigterm_finishes_what_runs():
     """A stream that runs when the signal comes ends with [DONE], and the exit code is 0."""

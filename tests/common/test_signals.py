@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 
 import pytest
@@ -101,6 +102,20 @@ def test_cleanup_runs_to_its_end():
     process.send_signal(signal.SIGTERM)
     assert process.communicate(timeout=20) == ("cleaned\n", "interrupted\n")
     assert process.returncode == 143
+
+
+@pytest.mark.parametrize("program", [PLAIN, STUCK, IMPORT], ids=["plain", "compiler", "import"])
+@pytest.mark.parametrize(
+    ("number", "message", "code"),
+    [(signal.SIGTERM, "stopped early\n", 0), (signal.SIGINT, "interrupted\n", 130)],
+)
+def test_block_that_may_end_at_any_time_ends_cleanly(program, number, message, code):
+    clean = "from maxtext.common.signals import exit_cleanly_on\n"
+    clean += f"with exit_cleanly_on({int(signal.SIGTERM)}, 'stopped early'):\n"
+    process = start(clean + textwrap.indent(program, "    "))
+    process.send_signal(number)
+    assert process.communicate(timeout=20) == ("", message)
+    assert process.returncode == code
 
 
 def test_second_signal_skips_cleanup():

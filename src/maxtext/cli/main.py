@@ -68,7 +68,7 @@ def interrupted(error: KeyboardInterrupt) -> int:
     """Report that a signal ended the command and return its exit code."""
     signals.consume()
     with contextlib.suppress(OSError):
-        print("interrupted", file=sys.stderr)
+        print(signals.message_of(error), file=sys.stderr)
     return leave(signals.exit_code_of(error))
 
 

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import logging
 import os
+import signal
 import socket
 import sys
 import threading
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from maxtext.inference.server.model import ServedModel
 
 KEY_VARIABLE = "MAXTEXT_API_KEY"
+# Supervisors stop services with SIGTERM, before they are ready, too: that is no failure.
+STOPPED_EARLY = "stopped by SIGTERM while the model was loading"
 PACKAGES = ("fastapi", "uvicorn", "uvloop", "httptools", "prometheus_client")
 USELESS = {
     "prompt": "requests have their own",
@@ -87,25 +90,27 @@ def run(args: list[str]) -> int:
 def serve(parsed: ServeArguments, model: ResolvedModel, listener: socket.socket) -> int:
     """Listen, load the model and serve it until a signal comes; returns the exit code."""
     from maxtext.inference.server.app import build_app
-    from maxtext.inference.server.lifecycle import HttpServer, LoadingApp
+    from maxtext.inference.server.lifecycle import HttpServer, LoadingApp, tune_interpreter
 
     app = LoadingApp()
     server = HttpServer(app, listener, parsed.tls)
     server.start()  # probes see that the model is loading
     try:
-        use_compilation_cache(model.config.jax_cache_dir)
-        session = load_session(model, adapters=parsed.adapters or None)
-        if parsed.options.log_requests or parsed.options.log_prompts:
-            LOGGER.setLevel(logging.INFO)
-        served = build_model(parsed, session)
-        app.app = build_app(served, parsed.options)
+        with signals.exit_cleanly_on(signal.SIGTERM, STOPPED_EARLY):
+            use_compilation_cache(model.config.jax_cache_dir)
+            session = load_session(model, adapters=parsed.adapters or None)
+            if parsed.options.log_requests or parsed.options.log_prompts:
+                LOGGER.setLevel(logging.INFO)
+            served = build_model(parsed, session)
+            app.app = build_app(served, parsed.options)
+            tune_interpreter()
         return serve_until_signal(parsed, served, server)
     finally:
         server.stop()
 
 
 def serve_until_signal(parsed: ServeArguments, served: "ServedModel", server: "HttpServer") -> int:
-    from maxtext.inference.server.lifecycle import tune_interpreter, wait_until_stopped
+    from maxtext.inference.server.lifecycle import wait_until_stopped
 
     stop = threading.Event()
 
@@ -114,7 +119,6 @@ def serve_until_signal(parsed: ServeArguments, served: "ServedModel", server: "H
             signals.interrupt_now(number)
         stop.set()
 
-    tune_interpreter()
     with signals.call_on_signals(on_signal):
         progress.stop()
         print_ready(parsed, served, server.listener)

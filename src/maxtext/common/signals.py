@@ -26,12 +26,18 @@ STUCK_SECONDS = 3.0  # without a line of Python in the main thread
 EXIT_SECONDS = 0.5  # from a second signal to the end of the process
 
 
+INTERRUPTED = "interrupted"
+_CLEAN_EXITS: dict[int, str] = {}  # see `exit_cleanly_on`
+
+
 class Interrupted(KeyboardInterrupt):
-    """A signal requested the end of this process."""
+    """A signal requested the end of this process, with `exit_code` and `message`."""
 
     def __init__(self, number: int):
         super().__init__(signal.Signals(number).name)
         self.number = number
+        self.exit_code = 0 if number in _CLEAN_EXITS else exit_code(number)
+        self.message = _CLEAN_EXITS.get(number, INTERRUPTED)
 
 
 def exit_code(number: int) -> int:
@@ -40,7 +46,23 @@ def exit_code(number: int) -> int:
 
 
 def exit_code_of(error: BaseException) -> int:
-    return exit_code(error.number if isinstance(error, Interrupted) else signal.SIGINT)
+    return error.exit_code if isinstance(error, Interrupted) else exit_code(signal.SIGINT)
+
+
+def message_of(error: BaseException) -> str:
+    return error.message if isinstance(error, Interrupted) else INTERRUPTED
+
+
+@contextlib.contextmanager
+def exit_cleanly_on(number: int, message: str) -> Iterator[None]:
+    """A signal `number` that interrupts the block ends the command with `message` and exit code 0:
+    nothing is lost if it stops here.
+    """
+    _CLEAN_EXITS[number] = message
+    try:
+        yield
+    finally:
+        del _CLEAN_EXITS[number]
 
 
 def handled_signals() -> tuple[signal.Signals, ...]:
@@ -212,8 +234,10 @@ def is_importing(frame: Any) -> bool:
 
 def exit_now(number: int) -> NoReturn:
     """End the process without cleanup."""
+    error = Interrupted(number)
+    line = f"{error.message}\n".encode()
     with contextlib.suppress(Exception):
         sys.stdout.flush()
     with contextlib.suppress(OSError):
-        os.write(2, b"\r\x1b[Kinterrupted\n" if os.isatty(2) else b"interrupted\n")
-    os._exit(exit_code(number))
+        os.write(2, b"\r\x1b[K" + line if os.isatty(2) else line)
+    os._exit(error.exit_code)
