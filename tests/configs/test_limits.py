@@ -11,6 +11,7 @@ from maxtext.cli.main import main
 from maxtext.common.errors import ConfigError
 from maxtext.configs import fields, ledger, limits, sources
 from maxtext.configs.derive import Devices
+from maxtext.configs.load import base_values
 from maxtext.configs.types import DerivedValues
 from maxtext.models.configuration import load
 
@@ -31,6 +32,10 @@ def problems(*settings: str, environ: dict[str, str] | None = None) -> str:
     with pytest.raises(ConfigError) as refusal:
         load(None, settings, environ=environ or {}, devices=ONE)
     return str(refusal.value)
+
+
+def test_defaults_are_within_the_limits():
+    assert limits.problems(base_values(), fields.KEYS) == []
 
 
 @pytest.mark.parametrize("sign", ["", "-"])

@@ -84,7 +84,7 @@ INNER_PATHS = {
 }
 
 
-def problems(config: Settings, keys: Iterable[str] = Settings.model_fields) -> list[Problem]:
+def problems(config: Settings, keys: Iterable[str]) -> list[Problem]:
     """A problem for each of the keys whose value is beyond the limits of its type."""
     problems = []
     for key in keys:

@@ -55,8 +55,9 @@ def load(
     fill_defaults(settings, environ)
     checked = validate(settings)
     checked._architecture = hf_attributes
-    # Ranges come first: the rules compute with these numbers.
-    raise_if_any(limits.problems(checked) + rules.check_ranges(checked))
+    # Ranges come first: the rules compute with these numbers. Defaults are within the limits.
+    chosen = [key for key, setting in settings.items() if setting.source.kind != "default"]
+    raise_if_any(limits.problems(checked, chosen) + rules.check_ranges(checked))
     problems = rules.check_settings(checked) + ledger.problems(checked, base_values())
     sized = derive.with_model_sizes(checked)
     beyond = limits.problems(sized, DerivedValues.model_fields)
@@ -225,10 +226,11 @@ def base_values() -> Settings:
 
 def validate(settings: Layer) -> Settings:
     """Typed values. Raises one ConfigError that lists every value of the wrong type."""
+    computed = DerivedValues.model_fields
     values = {
         key: fields.normalise(key, setting.value)
         for key, setting in settings.items()
-        if key not in DerivedValues.model_fields
+        if key not in computed
     }
     problems = []
     for key, value in values.items():

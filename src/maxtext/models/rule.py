@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from maxtext.configs.problems import Problem, ProblemKind
+from maxtext.configs.rules.rule import is_default
 from maxtext.models.capabilities import Capabilities, decoder_blocks
 
 Check = Callable[[Capabilities], str | None]
@@ -74,9 +75,7 @@ def inert_unless_layers_depend(
 
 def set_by_user(model: Capabilities, key: str) -> bool:
     """Whether a user sets a key to a value other than its default."""
-    config = model.config
-    default = type(config).model_fields[key].get_default(call_default_factory=True)
-    return config.source(key).is_user and getattr(config, key) != default
+    return model.config.source(key).is_user and not is_default(model.config, key)
 
 
 def inert_message(

@@ -100,6 +100,12 @@ def one_of(key: str, *choices: str) -> None:
     RULES.append(Rule(key, ProblemKind.UNKNOWN_CHOICE, check))
 
 
+def is_default(settings: Settings, key: str) -> bool:
+    """Whether a key has its default value, whoever set it."""
+    default = Settings.model_fields[key].get_default(call_default_factory=True)
+    return getattr(settings, key) == default
+
+
 def inert_unless(condition: Callable[[Settings], object], requirement: str, *keys: str) -> None:
     """Refuse keys that a user sets away from their default while `condition` is false.
 
@@ -108,10 +114,10 @@ def inert_unless(condition: Callable[[Settings], object], requirement: str, *key
 
     def inert_check(key: str) -> SettingsCheck:
         def check(settings: Settings) -> str | None:
-            source, value = settings.source(key), getattr(settings, key)
-            default = type(settings).model_fields[key].get_default(call_default_factory=True)
-            if not source.is_user or value == default or condition(settings):
+            source = settings.source(key)
+            if not source.is_user or is_default(settings, key) or condition(settings):
                 return None
+            value = getattr(settings, key)
             shown = getattr(value, "value", value)
             return f"{key}={shown} ({source}) would do nothing: it needs {requirement}"
 
