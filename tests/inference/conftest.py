@@ -20,7 +20,7 @@ def build_hf_model():
         vocab_size=len(WORDS),
         hidden_size=32,
         intermediate_size=48,
-        num_hidden_layers=3,
+        num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=8,

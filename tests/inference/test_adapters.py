@@ -172,7 +172,7 @@ def test_commands_merge_and_inspect_adapters(folder, folders, references, tmp_pa
     assert summary["kind"] == "PEFT adapter"
     assert summary["about"]["r"] == 2
     assert summary["about"]["use_dora"] is True
-    assert len(summary["tensors"]) == 18  # two modules of three layers, with three tensors each
+    assert len(summary["tensors"]) == 12  # two modules of two layers, with three tensors each
 
 
 def test_refuses_wrong_adapters_in_one_sentence(folder, folders, ids, tmp_path):

@@ -48,11 +48,12 @@ MERGED = {
     "shared keys": (
         {
             "decoder_block": "gemma4",
-            "base_num_decoder_layers": 6,  # the last has full attention
+            "base_num_decoder_layers": 2,
+            "architecture": {"layer_kinds": ["sliding", "full"]},
             "share_kv_projections": True,
             "sliding_window_size": 8,
         },
-        12,
+        4,
     ),
     "experts": ({"decoder_block": "mixtral", **EXPERTS}, 1),
     "scanned": ({"decoder_block": "llama2", "scan_layers": True}, 0),

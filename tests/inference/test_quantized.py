@@ -90,7 +90,7 @@ def test_bytes(llm, quantized, dtype):
     """A quantized value takes one or half a byte. There is one scale for each output, since the
     contracted dimensions are short.
     """
-    embed_dim, hidden_dim, layers, vocab_size = 32, 48, 3, 61
+    embed_dim, hidden_dim, layers, vocab_size = 32, 48, 2, 61
     attention = embed_dim * 2 * (4 + 2) * 8
     quantizable = embed_dim * vocab_size + layers * (attention + 3 * embed_dim * hidden_dim)
     scales = vocab_size + layers * ((4 + 2 + 2) * 8 + embed_dim + 2 * hidden_dim + embed_dim)
