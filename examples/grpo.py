@@ -56,9 +56,13 @@ def main() -> None:
                 )
                 after = sorting.exact_match(run.model, heldout)
                 rewards = [metrics["reward"] for metrics in run.metrics]
-                runs.append({"name": name, "seed": seed, "after": after, "rewards": rewards})
+                shares = {"before": before, "after": after}
+                runs.append({"name": name, "seed": seed, **shares, "rewards": rewards})
                 print(f"{name}, seed {seed}: {before:.1%} before, {after:.1%} after", flush=True)
-    report.save_seeds(settings.folder, before, runs, stopwatch)
+    title = "Exact match on held-out words"
+    report.save_seeds(
+        settings.folder, "grpo", runs, stopwatch, title=title, plot="reinforcement.png"
+    )
 
 
 if __name__ == "__main__":

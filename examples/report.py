@@ -73,37 +73,24 @@ def save_preferences(
     print(f"\nplot: {folder / 'preferences.png'}")
 
 
-def save_rewards(
+def save_seeds(
     folder: Path,
     name: str,
-    before: float,
-    after: float,
+    runs: list[dict[str, Any]],
     stopwatch: Stopwatch,
-    rewards: list[float],
+    title: str,
+    plot: str,
 ) -> None:
-    """Write, print and draw what reinforcement learning changed."""
+    """Write, print and draw what runs of reinforcement learning changed. `title`: of the share that
+    is measured before and after each run."""
     seconds = {"seconds": stopwatch.seconds, "cpu_seconds": stopwatch.cpu_seconds}
-    result = {"before": before, "after": after, "rewards": rewards, **seconds}
-    write_result(folder, name, result)
-    print(f"\n{'right answers':18}{'before':>8}{'after':>8}")
-    print(f"{'held-out problems':18}{before:8.1%}{after:8.1%}")
-    print(f"GRPO took {stopwatch.seconds:.0f} s, {stopwatch.cpu_seconds:.0f} CPU seconds")
-    draw_rewards(result).savefig(folder / f"{name}.png")
-    print(f"\nplot: {folder / f'{name}.png'}")
-
-
-def save_seeds(
-    folder: Path, before: float, runs: list[dict[str, Any]], stopwatch: Stopwatch
-) -> None:
-    """Write, print and draw what runs of reinforcement learning changed."""
-    seconds = {"seconds": stopwatch.seconds, "cpu_seconds": stopwatch.cpu_seconds}
-    write_result(folder, "grpo", {"before": before, "runs": runs, **seconds})
-    print(f"\n{'exact match':12}{'seed':>5}{'before':>8}{'after':>8}")
+    write_result(folder, name, {"runs": runs, **seconds})
+    print(f"\n{title}\n{'':12}{'seed':>5}{'before':>8}{'after':>8}")
     for run in runs:
-        print(f"{run['name']:12}{run['seed']:5}{before:8.1%}{run['after']:8.1%}")
+        print(f"{run['name']:12}{run['seed']:5}{run['before']:8.1%}{run['after']:8.1%}")
     print(f"all took {stopwatch.seconds:.0f} s, {stopwatch.cpu_seconds:.0f} CPU seconds")
-    draw_seeds(before, runs).savefig(folder / "reinforcement.png")
-    print(f"\nplot: {folder / 'reinforcement.png'}")
+    draw_seeds(runs, title).savefig(folder / plot)
+    print(f"\nplot: {folder / plot}")
 
 
 def write_result(folder: Path, name: str, result: dict[str, Any]) -> None:
@@ -139,23 +126,6 @@ def draw_fine_tuning(results: dict[str, dict[str, Any]]) -> Figure:
     return figure
 
 
-def draw_rewards(result: dict[str, Any]) -> Figure:
-    """The mean reward of each step, and the share of right answers before and after."""
-    figure = Figure(figsize=(10, 4), dpi=120, layout="constrained")
-    left, right = figure.subplots(1, 2, width_ratios=(3, 2))
-    left.plot(result["rewards"], color=AFTER, linewidth=1.4)
-    left.set(xlabel="step", ylabel="mean reward", ylim=(0, 1.05))
-    left.set_title("Training", loc="left")
-    for index, (when, color) in enumerate((("before", BEFORE), ("after", AFTER))):
-        draw_share(right, index, result[when], color, "")
-    right.set_xticks((0, 1), ("before", "after"))
-    right.set(ylim=(0, 1.25), yticks=(0, 0.5, 1), yticklabels=("0%", "50%", "100%"))
-    right.set_title("Right answers to held-out problems", loc="left")
-    for axes in (left, right):
-        axes.spines[["top", "right"]].set_visible(False)
-    return figure
-
-
 def draw_share(axes: Any, x: float, share: float, color: str, label: str) -> None:
     """A bar with its percentage."""
     bars = axes.bar(x, share, width=0.38, color=color, label=label or None)
@@ -185,8 +155,8 @@ def draw_preferences(result: dict[str, Any]) -> Figure:
     return figure
 
 
-def draw_seeds(before: float, runs: list[dict[str, Any]]) -> Figure:
-    """The mean reward of each step, and exact match before and after each run."""
+def draw_seeds(runs: list[dict[str, Any]], title: str) -> Figure:
+    """The mean reward of each step, and a share before the runs, in the mean, and after each."""
     figure = Figure(figsize=(10, 4), dpi=120, layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=(3, 2))
     names = list(dict.fromkeys(run["name"] for run in runs))
@@ -194,7 +164,7 @@ def draw_seeds(before: float, runs: list[dict[str, Any]]) -> Figure:
     for run in runs:
         label = run["name"] if run["seed"] == runs[0]["seed"] else None
         left.plot(run["rewards"], color=colors[run["name"]], linewidth=1.2, label=label)
-    draw_share(right, 0, before, BEFORE, "")
+    draw_share(right, 0, float(np.mean([run["before"] for run in runs])), BEFORE, "")
     for index, run in enumerate(runs):
         draw_share(right, index + 1, run["after"], colors[run["name"]], "")
     labels = ["before", *(f"{run['name']}\nseed {run['seed']}" for run in runs)]
@@ -202,7 +172,7 @@ def draw_seeds(before: float, runs: list[dict[str, Any]]) -> Figure:
     right.set(ylim=(0, 1.15), yticks=(0, 0.5, 1), yticklabels=("0%", "50%", "100%"))
     left.set(xlabel="step", ylabel="mean reward of sampled replies", ylim=(0, 1.05))
     left.set_title("Training", loc="left")
-    right.set_title("Exact match on held-out words", loc="left")
+    right.set_title(title, loc="left")
     left.legend(frameon=False, loc="lower right")
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)

@@ -1,6 +1,7 @@
-"""Reinforcement learning with a tool: a model that cannot multiply learns to call a calculator.
+"""Reinforcement learning with a tool: a model that cannot multiply learns to call a calculator,
+with three seeds.
 
-python examples/tools.py
+    python examples/tools.py
 
 Supervised fine-tuning shows a tiny model two ways to answer "37*54": to guess, which is wrong, and,
 less often, to call the tool and repeat its result. GRPO rewards right answers alone.
@@ -24,6 +25,7 @@ VOCABULARY = [*SPECIAL_TOKENS, *CALL, BOXED, "}", "*", *"0123456789"]
 # The comment says in which form this model calls tools.
 CHAT_TEMPLATE = "{# <tool_call> #}" + sorting.CHAT_TEMPLATE
 SHARE_OF_CALLS = 0.3
+SEEDS = (0, 1, 2)
 
 
 def multiply(a: int, b: int) -> int:
@@ -97,36 +99,52 @@ def fine_tuned_model(settings: sorting.Settings) -> Path:
     return folder
 
 
+def train(settings: sorting.Settings, base: Path, heldout: Path, seed: int) -> dict[str, Any]:
+    """The rewards of a run, and the share of right answers to held-out problems before and after
+    it."""
+    metrics_file = sorting.new_folder(settings, f"tools_{seed}") / "metrics.jsonl"
+    run = tune.grpo(
+        base,
+        problems(settings.rows, seed=3),
+        rewards=[right],
+        tools=[multiply],
+        data_shuffle_seed=seed,
+        steps=settings.steps,
+        batch_size=8,
+        num_generations=8,
+        learning_rate=1e-3,
+        grpo_beta=0.0,
+        max_prefill_predict_length=16,
+        grain_eval_files=str(heldout),
+        num_test_batches=-1,
+        eval_sampling_strategy="warm",
+        generation_configs={"warm": {"eval_temperature": 1.0, "eval_top_k": 0}},
+        metrics_file=str(metrics_file),
+        **sorting.COMMON | {"max_target_length": 48},
+    )
+    records = [json.loads(line) for line in metrics_file.read_text().splitlines()]
+    shares = [record["eval_accuracy"] for record in records if "eval_accuracy" in record]
+    rewards = [metrics["reward"] for metrics in run.metrics]
+    return {"before": shares[0], "after": shares[-1], "rewards": rewards}
+
+
 def main() -> None:
     settings = sorting.parse_arguments(__doc__, steps=30, base_steps=400)
     base = fine_tuned_model(settings)
     heldout = sorting.write_jsonl(
         settings.folder / "tools_heldout.jsonl", problems(settings.heldout, seed=2)
     )
-    metrics_file = sorting.new_folder(settings, "tools") / "metrics.jsonl"
+    runs = []
     with report.Stopwatch() as stopwatch:
-        run = tune.grpo(
-            base,
-            problems(settings.rows, seed=3),
-            rewards=[right],
-            tools=[multiply],
-            steps=settings.steps,
-            batch_size=8,
-            num_generations=8,
-            learning_rate=1e-3,
-            grpo_beta=0.0,
-            max_prefill_predict_length=16,
-            grain_eval_files=str(heldout),
-            num_test_batches=-1,
-            eval_sampling_strategy="warm",
-            generation_configs={"warm": {"eval_temperature": 1.0, "eval_top_k": 0}},
-            metrics_file=str(metrics_file),
-            **sorting.COMMON | {"max_target_length": 48},
-        )
-    records = [json.loads(line) for line in metrics_file.read_text().splitlines()]
-    shares = [record["eval_accuracy"] for record in records if "eval_accuracy" in record]
-    rewards = [metrics["reward"] for metrics in run.metrics]
-    report.save_rewards(settings.folder, "tools", shares[0], shares[-1], stopwatch, rewards)
+        for seed in SEEDS:
+            result = train(settings, base, heldout, seed)
+            runs.append({"name": "GRPO", "seed": seed, **result})
+            print(
+                f"seed {seed}: {result['before']:.1%} before, {result['after']:.1%} after",
+                flush=True,
+            )
+    title = "Right answers to held-out problems"
+    report.save_seeds(settings.folder, "tools", runs, stopwatch, title=title, plot="tools.png")
 
 
 if __name__ == "__main__":

@@ -40,6 +40,23 @@ CASES = {
         [*GRPO, "num_test_batches=1", "test_batch_start_index=8"],
         ["test_batch_start_index=8 is not below num_test_batches=1 times batch_size=8"],
     ),
+    "microbatches of two sizes": (
+        [*GRPO, "train_micro_batch_size=2", "gradient_accumulation_steps=2"],
+        ["train_micro_batch_size=2, which makes 4 microbatches of batch_size=8: set one"],
+    ),
+    "dropout of sampled tokens": (
+        [*GRPO, "lora_rank=4", "lora_dropout=0.1"],
+        ["lora_dropout=0.1 would give sampled tokens other log-probabilities"],
+    ),
+    "two functions of rows": (
+        [*GRPO, "dataset_processor_path=a.py", "formatting_func_path=b.py:f"],
+        ["dataset_processor_path", "set one"],
+    ),
+    "rows of no reinforcement learning": (
+        ["dataset_processor_path=a.py"],
+        ["dataset_processor_path=a.py", "it needs use_grpo=true"],
+    ),
+    "a batch of no problem": ([*GRPO, "eval_batch_size=0"], ["at least 1, or -1"]),
     "slices of the sampler alone": (
         [*GRPO, "num_samplers_slices=1"],
         ["num_trainer_slices=-1 and num_samplers_slices=1: set both, or neither"],

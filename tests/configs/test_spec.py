@@ -65,6 +65,8 @@ ADDED_KEYS = {
         "reward_functions",
         "reward_weights",
         "max_turns",
+        "eval_batch_size",
+        "dataset_processor_path",
     ],
 }
 # Filled by base.yml; the type's own default is empty.

@@ -58,10 +58,9 @@ def test_example_runs(name, run_example, folder, capsys):
     result = json.loads((folder / name / "result.json").read_text())
     if name == "dpo":
         assert len(result["after"]["margins"]) == 2
-    elif name == "grpo":
-        assert [len(run["rewards"]) for run in result["runs"]] == [2] * 6
-    elif name == "tools":
-        assert len(result["rewards"]) == 2
+    elif name in ("grpo", "tools"):
+        num_runs = {"grpo": 6, "tools": 3}[name]
+        assert [len(run["rewards"]) for run in result["runs"]] == [2] * num_runs
     else:
         assert 0 <= result["after"] <= 1
         assert len(result["losses"]) == 2

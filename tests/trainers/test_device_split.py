@@ -81,7 +81,7 @@ def test_sync_copies_what_is_trained():
     second = sync.copy(jax.tree.map(lambda array: array + 1, weights))
     assert second["base"] is first["base"]  # frozen: copied once
     np.testing.assert_array_equal(second["lora"]["b"], np.ones(2))
-    with pytest.raises(UserError, match=r"only one of trainer and sampler has \['lora'\]\['b'\]"):
+    with pytest.raises(UserError, match="only one of trainer and sampler has lora/b$"):
         sync.copy({"base": np.ones(3), "lora": {"a": np.ones(2)}})
 
 

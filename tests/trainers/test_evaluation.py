@@ -12,9 +12,10 @@ from maxtext.configs.derive import Devices
 from maxtext.configs.sources import HERE, from_python
 from maxtext.models.configuration import load
 from maxtext.trainers import tune
-from maxtext.trainers.evaluation import evaluate, write_responses
+from maxtext.trainers.evaluation import Responses, evaluate, write_responses
 from maxtext.trainers.group_sampler import Prompt
 from maxtext.trainers.rewards.builtin import builtin_rewards
+from maxtext.trainers.rewards.functions import reward_functions
 from maxtext.trainers.rollout import sample_seed
 from tests.trainers.test_distillation import save_llama
 from tests.trainers.test_grpo import BYTES, RUN, share_of_low_bytes
@@ -41,10 +42,13 @@ class ScriptedSampler:
     def __init__(self, responses):
         self.responses = responses
         self.requests = []
+        self.batches = []
 
-    def __call__(self, requests):
-        self.requests = list(requests)
-        return list(self.responses)
+    def __call__(self, problems, requests):
+        start = sum(self.batches)
+        self.batches.append(len(requests))
+        self.requests += requests
+        return Responses(self.responses[start : start + len(requests)])
 
 
 def run(**keys):
@@ -86,6 +90,29 @@ def test_requests_have_the_sampling_of_the_strategy():
             assert params.stop_token_ids == (2,)
 
 
+def test_problems_are_sampled_by_batches():
+    metrics = []
+    for size, batches in ((-1, [8]), (1, [4, 4]), (5, [8])):
+        config = configure(eval_batch_size=size, stop_strings=["</answer>"])
+        sampler = ScriptedSampler(RESPONSES)
+        metrics.append(evaluate(config, PROBLEMS, sampler, builtin_rewards(config)).metrics)
+        assert sampler.batches == batches
+        assert {request.params.stop for request in sampler.requests} == {("</answer>",)}
+    assert metrics[0] == metrics[1] == metrics[2]
+
+
+def test_rewards_get_the_columns_of_sampling():
+    def turns(prompts, completions, messages, **columns):
+        return [len(each) for each in messages]
+
+    def sample(problems, requests):
+        return Responses(["x"] * len(requests), {"messages": [[1, 2]] * len(requests)})
+
+    config = configure(eval_batch_size=1)
+    evaluation = evaluate(config, PROBLEMS, sample, reward_functions([turns]))
+    assert evaluation.reward == 2.0
+
+
 def test_wrong_or_right_problems_are_written(tmp_path):
     for right, question in ((True, "6*7="), (False, "2+2=")):
         config = configure(eval_make_lst=True, eval_corr_lst=right, eval_mode="maj")
@@ -113,6 +140,7 @@ def test_rows_need_answers():
         ({"generation_configs": {"greedy": {"eval_top_p": 2}}}, "above 0 and at most 1"),
         ({"eval_corr_lst": True}, "it needs eval_make_lst=true"),
         ({"num_eval_passes": 0}, "at least 1"),
+        ({"eval_batch_size": 0}, "at least 1, or -1"),
         ({"test_batch_start_index": 8, "num_test_batches": 1}, "where evaluation ends"),
         ({"eval_steps": 3, "eval_interval": 2}, "samples responses instead"),
         ({"num_test_batches": 0, "eval_interval": 2}, "raise it, or leave eval_interval out"),

@@ -1,5 +1,6 @@
 """Reinforcement learning: its update against torch, and whole runs."""
 
+import dataclasses
 import json
 import math
 import shutil
@@ -12,9 +13,12 @@ import torch
 import transformers
 
 from maxtext.common.errors import ConfigError, UserError
+from maxtext.configs.sources import HERE, from_python
 from maxtext.trainers import rollout, tune
-from maxtext.trainers.group_rollouts import check_agreement
+from maxtext.trainers.configuration import load_run
+from maxtext.trainers.group_rollouts import check_agreement, log_rollout
 from maxtext.trainers.group_sampler import reward_metrics
+from maxtext.trainers.rewards.keys import RewardKeys
 from maxtext.trainers.rollout_log import RolloutLog, ScoredRollout
 from tests.trainers.test_distillation import save_llama
 
@@ -335,6 +339,21 @@ def test_stale_weights_of_the_sampler_end_the_run(base, monkeypatch):
     monkeypatch.setattr(rollout, "InferenceEngine", create_with_stale_weights)
     with pytest.raises(UserError, match="weight sync failed: the sampler has other values"):
         tune.grpo(base, ROWS, rewards=[share_of_low_bytes], **RUN, steps=2, learning_rate=1e-4)
+
+
+def test_logged_rollout_has_the_answer(caplog):
+    rollout = dataclasses.replace(scored(3, 1.0, 0.5), completion="So <answer>42</answer>.")
+    with caplog.at_level("INFO", logger="maxtext"):
+        log_rollout(rollout, RewardKeys.from_python())
+    expected = ["step 3", "completion: So <answer>42</answer>.", "answer: 42", "rewards: f 1"]
+    assert [line for line in caplog.messages[-1].splitlines() if line in expected] == expected
+
+
+def test_steps_are_those_of_the_batches(base):
+    for keys, steps in (({}, 4), ({"steps": -1}, 4), ({"train_fraction": 0.5}, 2)):
+        settings = RUN | {"num_batches": 2, "num_iterations": 2, **keys}
+        overrides = from_python({"load_parameters_path": str(base), **settings})
+        assert load_run(HERE / "grpo.yml", overrides, None).steps == steps
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ import shutil
 from collections import deque
 from types import SimpleNamespace
 
+import jax
 import numpy as np
 import pytest
 
@@ -129,6 +130,20 @@ def test_rollouts_are_those_of_earlier_weights(train):
     differences = [row["sampling/logp_difference_max"] for row in ahead.metrics]
     assert differences[0] < 1e-4 < differences[1]
     assert {each["step"] for each in actual} == {0, 1, 2}
+
+
+@pytest.mark.slow
+def test_no_steps_ahead_are_the_plain_loop(train):
+    """Bit for bit: rollouts, metrics and weights."""
+    agentic = train("agentic", off_policy_steps=0, num_iterations=2)
+    plain = train("plain", use_agentic_rollout=False, num_iterations=2)
+    names = ("loss", "reward", "grad_norm", "clip_ratio/low", "sampling/logp_difference_max")
+    rows = [[[row[name] for name in names] for row in run.metrics] for run in (agentic, plain)]
+    assert rows[0] == rows[1]
+    ids = [[each["token_ids"] for each in rollouts_of(run)] for run in (agentic, plain)]
+    assert ids[0] == ids[1]
+    weights = (run.result.state.weights for run in (agentic, plain))
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), *weights))
 
 
 @pytest.mark.exhaustive

@@ -74,6 +74,7 @@ PATH_KEYS = {
     "tokenizer_path",
     "chat_template_path",
     "formatting_func_path",  # or a dotted path
+    "dataset_processor_path",
     "lora_input_adapters_path",
     "lora_restore_path",
 }

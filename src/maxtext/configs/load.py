@@ -191,6 +191,10 @@ def fill_rl_defaults(settings: Layer) -> None:
         return fields.normalise(key, settings[key].value)
 
     derived = Source("derived", "use_grpo")
+    if settings["per_device_batch_size"].source.is_user:
+        LOGGER.warning(
+            "per_device_batch_size is not used: a step of use_grpo has batch_size prompts"
+        )
     if settings["packing"].source.kind == "default":
         settings["packing"] = Setting(False, derived)
     try:
@@ -200,12 +204,14 @@ def fill_rl_defaults(settings: Layer) -> None:
             names = {(True, True): "composite", (True, False): "topk", (False, True): "nucleus"}
             strategy = names.get((has_top_k, has_top_p), "weighted")
             settings["decode_sampling_strategy"] = Setting(strategy, derived)
-        if settings["steps"].source.kind == "default":
+        lengths = [number(key) for key in ("steps", "learning_rate_schedule_steps")]
+        if settings["steps"].source.kind == "default" or lengths == [-1, -1]:
             batches = number("num_batches") * number("train_fraction") * number("num_epoch")
             steps = max(int(batches), 1) * number("num_iterations")
             settings["steps"] = Setting(steps, Source("derived", "num_batches"))
         micro_batch, prompts = number("train_micro_batch_size"), number("batch_size")
-        if micro_batch > 0 and prompts % micro_batch == 0:
+        accumulates = settings["gradient_accumulation_steps"].source.is_user
+        if micro_batch > 0 and prompts % micro_batch == 0 and not accumulates:
             settings["gradient_accumulation_steps"] = Setting(
                 prompts // micro_batch, Source("derived", "train_micro_batch_size")
             )

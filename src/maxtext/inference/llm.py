@@ -31,7 +31,7 @@ from maxtext.configs.sources import from_python
 from maxtext.configs.types import MaxTextConfig
 from maxtext.inference.adapter_methods import AdapterMethods
 from maxtext.inference.adapters import AdapterSlots
-from maxtext.inference.cache_config import fit_slots
+from maxtext.inference.cache_config import MAX_CACHE_FRACTION, fit_slots
 from maxtext.inference.engine import InferenceEngine
 from maxtext.inference.grammar import GrammarCompiler
 from maxtext.inference.loading import (
@@ -324,7 +324,13 @@ class LLM(AdapterMethods):
             lengths = [size for size in map(sequence_length, requests) if size <= length]
             length = min(length, next_power_of_two(max([1, *lengths])))
             wanted = next_power_of_two(max(sum(request.params.n for request in requests), 1))
-            slots = fit_slots(self.programs, min(wanted, max(slots, MAX_SLOTS)), length)
+            limit = self.config.max_num_seqs or max(slots, MAX_SLOTS)
+            if self.config.use_grpo:  # `maxtext evaluate`
+                length += self.config.kv_cache_buffer
+                fraction = self.config.hbm_utilization_vllm
+            else:
+                fraction = MAX_CACHE_FRACTION
+            slots = fit_slots(self.programs, min(wanted, limit), length, fraction)
         for delta in self.run(requests, slots, length):
             if delta.completion is not None:
                 yield delta.completion
@@ -382,7 +388,13 @@ class LLM(AdapterMethods):
             self.engine = None  # frees its caches before the next engine allocates its own
         if not any(engine.leased for engine in self.engines):
             self.model.build_for(slots)
-        self.engine = InferenceEngine(self.programs, self.weights, slots, length)
+        self.engine = InferenceEngine(
+            self.programs,
+            self.weights,
+            slots,
+            length,
+            max_batched_tokens=self.config.max_num_batched_tokens,
+        )
         self.engines.add(self.engine)
         return self.engine
 

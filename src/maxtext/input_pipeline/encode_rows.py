@@ -19,6 +19,11 @@ from maxtext.configs.types import MaxTextConfig
 from maxtext.input_pipeline.formats import Record, UnusableRecord
 from maxtext.input_pipeline.formatting import FormattingFunction
 from maxtext.input_pipeline.interface import Split
+from maxtext.input_pipeline.prompt_templates import (
+    DatasetProcessor,
+    PromptTemplate,
+    delimiter_texts,
+)
 from maxtext.input_pipeline.row_forms import (
     OPTIONAL,
     PAIR_FORMS,
@@ -98,7 +103,7 @@ def check_columns(
     """Raise ConfigError if data with the columns `names` lacks one that the user set, or fits no
     form of rows. None are any columns.
     """
-    if names is None or config.formatting_func_path:
+    if names is None or config.formatting_func_path or config.dataset_processor_path:
         return
     columns = set_columns(config, split)
     forms = row_forms(config)
@@ -354,6 +359,11 @@ class PromptEncoder(TextEncoder):
     def __init__(self, config: MaxTextConfig, split: Split, tokenizer: Tokenizer | None = None):
         super().__init__(config, split, tokenizer)
         self.max_prompt_length = config.max_prefill_predict_length
+        self.prompt_template = None
+        if config.dataset_processor_path:
+            self.formatting = DatasetProcessor(config, split, self.tokenizer)
+        else:
+            self.prompt_template = PromptTemplate.from_config(config)
 
     def adds(self) -> dict[str, Any]:
         return {**super().adds(), "max_prefill_predict_length": self.max_prompt_length}
@@ -364,12 +374,17 @@ class PromptEncoder(TextEncoder):
         """
         formatted = self.format(record)
         row = parse_prompt(formatted, self.columns)
-        if isinstance(row.prompt, str):
-            ids = self.text_ids(row.prompt)
+        prompt = row.prompt
+        if self.prompt_template is not None:
+            prompt = self.prompt_template.apply(prompt)
+        if isinstance(prompt, str):
+            ids = self.text_ids(prompt)
         else:
             try:
                 text = self.template.render(
-                    row.prompt, add_generation_prompt=True, variables=row.variables
+                    prompt,
+                    add_generation_prompt=True,
+                    variables=delimiter_texts(self.config) | row.variables,
                 )
             except ConfigError:
                 raise
@@ -378,7 +393,7 @@ class PromptEncoder(TextEncoder):
             ids = self.tokenizer.encode_with_specials(text)
         too_long = len(ids) > min(self.max_prompt_length, self.length - 1)
         remarks = (Remark.PROMPT_TOO_LONG,) if too_long else ()
-        columns = formatted | {"prompt": row.prompt}
+        columns = formatted | {"prompt": prompt}
         return EncodedPrompt(np.array(ids, np.int32), columns, remarks)
 
     def encode(self, prepared: Sequence[EncodedPrompt]) -> list[EncodedPrompt]:

@@ -168,7 +168,23 @@ def parse_prompt(record: Record, columns: Sequence[str] | None) -> Prompt:
     prompt = not_empty(column, text_or_messages(row, column))
     if isinstance(prompt, list) and prompt[-1]["role"] == "assistant":
         prompt = not_empty(column, prompt[:-1])
+    if isinstance(prompt, list):
+        refuse_media(prompt)
     return Prompt(prompt, variables)
+
+
+def refuse_media(messages: Sequence[Message]) -> None:
+    """Raise UnusableRecord for a message with an image, a video or audio: completions are sampled
+    from prompts of text."""
+    for index, message in enumerate(messages):
+        parts = message.get("content")
+        for part in parts if isinstance(parts, list) else ():
+            kind = part.get("type") if isinstance(part, dict) else None
+            if kind not in (None, "text"):
+                raise UnusableRecord(
+                    f"message {index} of the prompt has a part of type {kind!r}: completions are "
+                    "sampled from text alone"
+                )
 
 
 def named_columns(

@@ -110,33 +110,36 @@ def chat_template(config: MaxTextConfig, tokenizer: Tokenizer) -> ChatTemplate |
 
     Raises ConfigError if there is none and `use_chat_template` is set.
     """
+    source, origin = tokenizer.chat_template, tokenizer.name
     if config.chat_template:
         source, origin = config.chat_template, "chat_template"
     elif config.chat_template_path:
-        origin = config.chat_template_path
-        source = read_template(Path(origin).expanduser())
-    elif tokenizer.chat_template is not None:
-        source, origin = tokenizer.chat_template, tokenizer.name
-    elif config.use_chat_template:
+        template = read_template(Path(config.chat_template_path).expanduser(), config.use_grpo)
+        if template is not None:
+            source, origin = template, config.chat_template_path
+    if source is not None:
+        return ChatTemplate(source, origin, tokenizer.special_tokens)
+    if config.use_chat_template:
         raise ConfigError(
             f"use_chat_template=true, but the tokenizer {tokenizer.name} has no chat template: "
             "set chat_template_path or chat_template"
         )
-    else:
-        return None
-    return ChatTemplate(source, origin, tokenizer.special_tokens)
+    return None
 
 
-def read_template(path: Path) -> str:
-    """A Jinja file, or a JSON file with an entry chat_template like tokenizer_config.json."""
+def read_template(path: Path, may_be_prompt: bool | None = False) -> str | None:
+    """A Jinja file, or a JSON file with an entry chat_template like tokenizer_config.json.
+    `may_be_prompt`: None for a file whose entry TEMPLATE is that of prompts alone.
+    """
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"chat_template_path={path} cannot be read: {error}") from error
     if path.suffix != ".json":
         return text
-    template = chat_template_entry(read_json(path))
-    if template is None:
+    record = read_json(path)
+    template = chat_template_entry(record)
+    if template is None and not (may_be_prompt and "TEMPLATE" in record):
         raise ConfigError(f"chat_template_path={path} has no text under chat_template")
     return template
 

@@ -8,8 +8,15 @@ from maxtext.common.errors import ConfigError
 from maxtext.common.log import LOGGER
 from maxtext.diagnostics.metrics import Recorder
 from maxtext.inference.requests import GenerationRequest
+from maxtext.trainers.agents.agent import conversation_columns
 from maxtext.trainers.data_loader import eval_data_hint
-from maxtext.trainers.evaluation import evaluate, read_problems, write_responses
+from maxtext.trainers.evaluation import (
+    Responses,
+    evaluate,
+    evaluation_batch,
+    read_problems,
+    write_responses,
+)
 from maxtext.trainers.group_rollouts import GroupRolloutStep
 from maxtext.trainers.group_sampler import Prompt
 from maxtext.trainers.loop import Hook, Loop
@@ -43,17 +50,13 @@ class EvaluateResponses(Hook):
         """The record has the number of the step before, as that of an evaluation loss; the first
         has 0."""
         loop.wait()
-        engine = self.step.engine
-        count = len(self.problems) * self.config.num_eval_passes
+        engine, sampler = self.step.engine, self.step.sampler
+        count = evaluation_batch(self.config, len(self.problems)) * self.config.num_eval_passes
 
-        def sample(requests: Sequence[GenerationRequest]) -> list[str]:
-            rows = [
-                problem.columns
-                for problem in self.problems
-                for _ in range(self.config.num_eval_passes)
-            ]
-            rollouts = self.step.sampler.complete(rows, requests)
-            return [rollout.text(self.step.sampler.tokenizer) for rollout in rollouts]
+        def sample(problems: Sequence[Prompt], requests: Sequence[GenerationRequest]) -> Responses:
+            rollouts = sampler.complete([problem.columns for problem in problems], requests)
+            texts = [rollout.text(sampler.tokenizer) for rollout in rollouts]
+            return Responses(texts, conversation_columns(rollouts))
 
         engine.sync(self.step.context.model_weights(loop.state), count)
         try:
@@ -61,8 +64,8 @@ class EvaluateResponses(Hook):
                 self.config,
                 self.problems,
                 sample,
-                self.step.sampler.rewards,
-                stop_token_ids=self.step.sampler.stop_token_ids,
+                sampler.rewards,
+                stop_token_ids=sampler.stop_token_ids,
             )
         finally:
             engine.release()

@@ -1,13 +1,13 @@
 """Evaluation by sampling: responses to problems, and how many of them are right.
 
-Every problem gets num_eval_passes responses. Their seeds depend on data_shuffle_seed, the problem
-and the number of the response, so that neither other problems nor the number of slots change a
-text.
+Every problem gets num_eval_passes responses, eval_batch_size problems at a time. Their seeds depend
+on data_shuffle_seed, the problem and the number of the response, so that neither other problems nor
+the number of slots change a text.
 """
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -33,8 +33,18 @@ from maxtext.trainers.rewards.keys import RewardKeys
 from maxtext.trainers.rollout import sample_seed
 
 FILE = "evaluation.jsonl"
-# The texts of responses to requests, in order
-Sampler = Callable[[Sequence[GenerationRequest]], list[str]]
+
+
+@dataclass(frozen=True)
+class Responses:
+    """`columns`: what sampling adds to those of the problems, for reward functions."""
+
+    texts: list[str]
+    columns: dict[str, list[Any]] = field(default_factory=dict)
+
+
+# The responses to requests, in order; with the problem of each request
+Sampler = Callable[[Sequence[Prompt], Sequence[GenerationRequest]], Responses]
 
 
 @dataclass(frozen=True)
@@ -86,17 +96,13 @@ def evaluate(
     """Sample responses to the prompts and grade them. Raises UserError if the rows have no right
     answers."""
     count = config.num_eval_passes
-    requests = [
-        evaluation_request(config, prompt, index, number, stop_token_ids)
-        for index, prompt in enumerate(prompts)
-        for number in range(count)
-    ]
     columns = {
         name: [prompt.columns.get(name) for prompt in prompts]
         for name in dict.fromkeys(name for prompt in prompts for name in prompt.columns)
     }
     answers = right_answers(columns)
-    texts = sample(requests)
+    sampled = sample_responses(config, prompts, sample, stop_token_ids)
+    texts = sampled.texts
     groups = [texts[start : start + count] for start in range(0, len(texts), count)]
     keys = RewardKeys.from_config(config)
     results = []
@@ -116,9 +122,40 @@ def evaluate(
         results.append(result)
     repeated = {
         name: [value for value in column for _ in range(count)] for name, column in columns.items()
-    }
+    } | sampled.columns
     values = compute_rewards(rewards, repeated.pop("prompt"), texts, repeated)
     return Evaluation(tuple(results), reward=mean(total_rewards(rewards, values)))
+
+
+def sample_responses(
+    config: MaxTextConfig,
+    prompts: Sequence[Prompt],
+    sample: Sampler,
+    stop_token_ids: tuple[int, ...],
+) -> Responses:
+    """num_eval_passes responses to each prompt, in order."""
+    pairs = [
+        (prompt, evaluation_request(config, prompt, index, number, stop_token_ids))
+        for index, prompt in enumerate(prompts)
+        for number in range(config.num_eval_passes)
+    ]
+    size = evaluation_batch(config, len(prompts)) * config.num_eval_passes
+    batches = [
+        sample(*zip(*pairs[start : start + size], strict=True))
+        for start in range(0, len(pairs), size)
+    ]
+    return Responses(
+        [text for batch in batches for text in batch.texts],
+        {
+            name: [value for batch in batches for value in batch.columns[name]]
+            for name in batches[0].columns
+        },
+    )
+
+
+def evaluation_batch(config: MaxTextConfig, problems: int) -> int:
+    """The problems that are sampled at a time."""
+    return min(config.eval_batch_size, problems) if config.eval_batch_size > 0 else problems
 
 
 def evaluate_llm(
@@ -130,13 +167,13 @@ def evaluate_llm(
     """`evaluate` with the responses of a loaded model. Raises UserError if one cannot be
     sampled."""
 
-    def sample(requests: Sequence[GenerationRequest]) -> list[str]:
+    def sample(problems: Sequence[Prompt], requests: Sequence[GenerationRequest]) -> Responses:
         texts = [""] * len(requests)
         for completion in llm.completions(list(requests)):
             if completion.error is not None:
                 raise UserError(completion.error)
             texts[completion.index] = completion.text or ""
-        return texts
+        return Responses(texts)
 
     return evaluate(config, prompts, sample, rewards)
 
@@ -153,6 +190,7 @@ def evaluation_request(
         **evaluation_sampling(config.eval_sampling_strategy, config.generation_configs),
         max_new_tokens=config.max_target_length - len(prompt.ids),
         seed=sample_seed(config.data_shuffle_seed, 0, index, number),
+        stop=tuple(config.stop_strings or ()),
         stop_token_ids=stop_token_ids,
     )
     return GenerationRequest(prompt.ids, params)

@@ -44,7 +44,9 @@ from maxtext.trainers.hooks import TrainingFailed
 from maxtext.trainers.loop import TrainStep
 from maxtext.trainers.losses.advantages import degenerate_groups
 from maxtext.trainers.prompt_loader import PromptLoader
+from maxtext.trainers.rewards.answers import read_answer
 from maxtext.trainers.rewards.functions import RewardFunction
+from maxtext.trainers.rewards.keys import RewardKeys
 from maxtext.trainers.rollout import Rollout, stop_token_ids
 from maxtext.trainers.rollout_devices import make_rollout_engine
 from maxtext.trainers.rollout_log import RolloutLog, ScoredRollout
@@ -193,7 +195,7 @@ class GroupRolloutStep:
         """Log the batch that is learned now."""
         self.log.append(self.rollouts)
         if self.config.rl:
-            log_rollout(self.rollouts[0])
+            log_rollout(self.rollouts[0], RewardKeys.from_config(self.config))
         self.metrics = sampled.metrics
         if self.config.off_policy_steps:
             self.metrics = {**sampled.metrics, "policy/age_max": self.step - sampled.version}
@@ -304,13 +306,14 @@ def check_agreement(
     )
 
 
-def log_rollout(rollout: ScoredRollout) -> None:
-    """rl=true: one rollout of each step in full."""
+def log_rollout(rollout: ScoredRollout, keys: RewardKeys) -> None:
+    """rl=true: one rollout of each step in full, with the answer that rewards read in it."""
     LOGGER.info(
-        "step %d\nprompt: %s\ncompletion: %s\nrewards: %s\nadvantage: %.4g",
+        "step %d\nprompt: %s\ncompletion: %s\nanswer: %s\nrewards: %s\nadvantage: %.4g",
         rollout.step,
         rollout.prompt,
         rollout.completion,
+        read_answer(rollout.completion, keys),
         ", ".join(f"{name} {value:g}" for name, value in rollout.rewards.items()),
         rollout.advantage,
     )

@@ -4,7 +4,7 @@ Weights that are trained are copied in every sync. Frozen ones, the base of adap
 once. reshard_chunk_size tensors are copied at a time, so that only their copies are in flight.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Set
 from typing import Any
 
 import jax
@@ -33,11 +33,7 @@ class WeightSync:
         """The weights on the sampler's devices. Raises UserError if they are not those of the
         sampler's model."""
         leaves, structure = jax.tree.flatten_with_path(weights)
-        if different := {path for path, _ in leaves} ^ self.shardings.keys():
-            raise UserError(
-                "weight sync failed: only one of trainer and sampler has "
-                f"{sorted(map(jax.tree_util.keystr, different))[0]}"
-            )
+        check_same_tensors({path for path, _ in leaves}, self.shardings.keys())
         copies = dict(self.frozen)
         missing = [(path, leaf) for path, leaf in leaves if path not in copies]
         size = self.chunk_size or max(len(missing), 1)
@@ -63,16 +59,21 @@ def check_synced(trainer_weights: Any, sampler_weights: Any) -> None:
     expected, actual = (
         dict(jax.tree.leaves_with_path(tree)) for tree in (trainer_weights, sampler_weights)
     )
-    if different := expected.keys() ^ actual.keys():
-        raise UserError(
-            f"weight sync failed: only one of trainer and sampler has {describe_paths(different)}"
-        )
+    check_same_tensors(expected.keys(), actual.keys())
     copied = [path for path in expected if expected[path] is not actual[path]]
     stale = [path for path in copied if checksum(expected[path]) != checksum(actual[path])]
     if stale:
         raise UserError(
             "weight sync failed: the sampler has other values than the trainer in "
             f"{describe_paths(stale)}"
+        )
+
+
+def check_same_tensors(trainer: Set[Path], sampler: Set[Path]) -> None:
+    """Raise UserError if one has a tensor that the other lacks."""
+    if different := trainer ^ sampler:
+        raise UserError(
+            f"weight sync failed: only one of trainer and sampler has {describe_paths(different)}"
         )
 
 

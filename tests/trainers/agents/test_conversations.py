@@ -204,6 +204,34 @@ def test_failing_environment_names_its_row(tokenizer):
         runner(tokenizer).run(sampler, [conversation(4, Broken())])
 
 
+USER = [{"role": "user", "content": "2+3?"}]
+
+
+@pytest.mark.parametrize(
+    ("start", "result", "message"),
+    [
+        ("2+3?", None, "row 0: reset returned str instead of a list of messages"),
+        ([], None, "row 0: reset returned no message"),
+        (["2+3?"], None, "row 0: reset returned the message '2.3.', which has no role"),
+        (USER, 3, "row 0: step returned something else than"),
+        (USER, ([], "a", True), "row 0: step returned the reward 'a', which is no number"),
+        (USER, ([], float("nan"), True), "row 0: step returned the reward nan"),
+        (USER, ([{"role": "user"}], 1.0, False), "row 0: step returned the message .* no content"),
+    ],
+)
+def test_environment_that_returns_something_else(tokenizer, start, result, message):
+    class Odd:
+        def reset(self, row):
+            return start
+
+        def step(self, text):
+            return result
+
+    sampler = ScriptedSampler(tokenizer, {0: ["x"]})
+    with pytest.raises(UserError, match=f"the environment Odd failed for {message}"):
+        runner(tokenizer).run(sampler, [conversation(0, Odd())])
+
+
 def test_prompt_that_leaves_no_token(tokenizer):
     run = runner(tokenizer, length=4)
     with pytest.raises(UserError, match="leaves none for the model"):

@@ -1,6 +1,8 @@
 """Reward functions of the user."""
 
 import asyncio
+import sys
+import warnings
 
 import numpy as np
 import pytest
@@ -66,6 +68,10 @@ async def fails_late(prompts, completions, **columns):
     return fails(prompts, completions)
 
 
+def exits(prompts, completions, **columns):
+    sys.exit("no licence")
+
+
 def fails_as_a_batch(prompts, completions, **columns):
     return [1 / (4 - len(completions)) for _ in completions]
 
@@ -75,6 +81,7 @@ def fails_as_a_batch(prompts, completions, **columns):
     [
         (fails, "fails failed for row 2, completion 'ccc': ZeroDivisionError"),
         (fails_late, "fails_late failed for row 2, completion 'ccc': ZeroDivisionError"),
+        (exits, "exits failed for row 0, completion 'a': SystemExit: no licence"),
         (fails_as_a_batch, "failed for this batch: ZeroDivisionError"),
         (lambda prompts, completions: [1, 2], "returned 2 rewards for 4 completions"),
         (lambda prompts, completions: 1.0, "returned float instead of a list"),
@@ -85,6 +92,13 @@ def fails_as_a_batch(prompts, completions, **columns):
 def test_errors_name_the_row(function, message):
     with pytest.raises(UserError, match=message):
         compute(function)
+
+
+def test_async_functions_before_a_failing_one_have_run():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a coroutine that was never awaited
+        with pytest.raises(UserError, match="fails failed for row 2"):
+            compute(slow_length, fails)
 
 
 def test_weights_and_names_fit_the_functions():

@@ -35,7 +35,14 @@ in_range(
     "kv_cache_buffer",
 )
 in_range(1, None, "max_num_seqs", "max_num_batched_tokens", "sampler_correction_cap")
-in_range(1, None, "train_micro_batch_size", "rollout_micro_batch_size", special=(-1,))
+in_range(
+    1,
+    None,
+    "train_micro_batch_size",
+    "rollout_micro_batch_size",
+    "eval_batch_size",
+    special=(-1,),
+)
 in_range(0, None, "num_test_batches", special=(-1,))
 in_range(0, None, "test_batch_start_index")
 in_range(1, None, "num_eval_passes")
@@ -197,6 +204,7 @@ inert_unless(
     "num_eval_passes",
     "eval_make_lst",
     "eval_mode",
+    "eval_batch_size",
 )
 inert_unless(lambda s: s.eval_make_lst, "eval_make_lst=true", "eval_corr_lst")
 inert_unless(
@@ -237,6 +245,41 @@ def microbatches_are_equal(settings: Settings) -> str | None:
     size = settings.train_micro_batch_size
     if settings.use_grpo and size > 0 and settings.batch_size % size:
         return f"train_micro_batch_size={size} does not divide batch_size={settings.batch_size}"
+    return None
+
+
+@rule("gradient_accumulation_steps")
+def microbatches_have_one_size(settings: Settings) -> str | None:
+    size, prompts = settings.train_micro_batch_size, settings.batch_size
+    microbatches, steps = prompts // max(size, 1), settings.gradient_accumulation_steps
+    if settings.use_grpo and size > 0 and not prompts % size and steps != microbatches:
+        return (
+            f"gradient_accumulation_steps={steps} contradicts train_micro_batch_size={size}, which "
+            f"makes {microbatches} microbatches of batch_size={prompts}: set one of them"
+        )
+    return None
+
+
+@rule("lora_dropout")
+def sampler_and_trainer_compute_the_same(settings: Settings) -> str | None:
+    rates = {"lora_dropout": settings.lora_dropout}
+    if settings.enable_dropout:
+        rates["dropout_rate"] = settings.dropout_rate
+    key = next((key for key, rate in rates.items() if rate > 0), None)
+    if settings.use_grpo and key is not None:
+        return (
+            f"{key}={rates[key]:g} would give sampled tokens other log-probabilities in training "
+            "than in the sampler: set 0 with use_grpo"
+        )
+    return None
+
+
+@rule("dataset_processor_path")
+def rows_have_one_function(settings: Settings) -> str | None:
+    if settings.dataset_processor_path and settings.formatting_func_path:
+        return (
+            "dataset_processor_path and formatting_func_path both turn records into rows: set one"
+        )
     return None
 
 

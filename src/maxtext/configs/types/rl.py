@@ -84,6 +84,8 @@ class PolicyOptimization(Group):
     reward_functions: list[str] = Field(default_factory=list)
     reward_weights: list[float] | None = None
     max_turns: int = 8
+    eval_batch_size: int = -1
+    dataset_processor_path: str = ""
 
 
 class RLDataset(Group):

@@ -9,6 +9,7 @@ import numpy as np
 from maxtext.common.errors import ConfigError
 from maxtext.configs.types import MaxTextConfig
 from maxtext.inference.requests import GenerationRequest
+from maxtext.input_pipeline.prompt_templates import delimiter_texts
 from maxtext.tokenizers import ChatTemplate, Tokenizer, chat_template
 from maxtext.trainers.agents.conversations import (
     Conversation,
@@ -81,6 +82,7 @@ class AgenticSampler:
                 tokenizer,
                 schemas=tools.schemas if tools else (),
                 tags=call_tags(self.call_format),
+                common_variables=delimiter_texts(config),
             ),
             length=config.max_target_length,
             max_turns=config.max_turns,

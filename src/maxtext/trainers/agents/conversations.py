@@ -18,7 +18,14 @@ from maxtext.inference.requests import GenerationRequest
 from maxtext.input_pipeline.row_forms import template_variables
 from maxtext.input_pipeline.user_code import traceback_of
 from maxtext.tokenizers import Tokenizer
-from maxtext.trainers.agents.environment import Environment, Message, Step
+from maxtext.trainers.agents.environment import (
+    Environment,
+    InvalidResult,
+    Message,
+    Step,
+    check_start,
+    check_step,
+)
 from maxtext.trainers.agents.tools import run_in_threads
 from maxtext.trainers.agents.turn_tokens import TurnTokens
 from maxtext.trainers.rollout import Rollout
@@ -138,7 +145,9 @@ class ConversationRunner:
 
     def open(self, conversations: Sequence[Conversation]) -> None:
         """Begin conversations with the messages of their environments."""
-        starts = run_environments(conversations, lambda each: each.environment.reset(each.row))
+        starts = run_environments(
+            conversations, lambda each: check_start(each.environment.reset(each.row))
+        )
         for conversation, messages in zip(conversations, starts, strict=True):
             conversation.messages = self.with_system_prompt(messages)
             if not conversation.prompt_ids:
@@ -165,7 +174,8 @@ class ConversationRunner:
             conversation.add_turn(turn, self.tokens.text(turn.token_ids))
         answered = [(each, turn) for each, turn in ended if turn.finish_reason != "length"]
         steps = run_environments(
-            [each for each, _ in answered], lambda each: each.environment.step(each.turns[-1])
+            [each for each, _ in answered],
+            lambda each: check_step(each.environment.step(each.turns[-1])),
         )
         outcomes: list[tuple[int, GenerationRequest | str]] = [
             (each.index, "length") for each, turn in ended if turn.finish_reason == "length"
@@ -179,7 +189,7 @@ class ConversationRunner:
     ) -> GenerationRequest | str:
         messages, reward, done = step
         if reward is not None:
-            conversation.rewards.append(float(reward))
+            conversation.rewards.append(reward)
         if done:
             return "end"
         if len(conversation.turns) >= self.max_turns:
@@ -210,6 +220,11 @@ def run_environments(
     for conversation, result in zip(conversations, results, strict=True):
         if isinstance(result, UserError):
             raise result
+        if isinstance(result, InvalidResult):
+            raise UserError(
+                f"the environment {type(conversation.environment).__name__} failed for row "
+                f"{conversation.index}: {result}"
+            )
         if isinstance(result, Exception):
             message = " ".join(str(result).split()) or "no message"
             error = UserError(

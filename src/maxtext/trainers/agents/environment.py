@@ -6,6 +6,7 @@ conversation is over. The reward of a conversation is the sum of those of its st
 has none.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -23,6 +24,45 @@ class Environment(Protocol):
 
 
 EnvironmentFactory = Callable[[], Environment]
+
+
+class InvalidResult(Exception):
+    """An environment returned something else than it has to."""
+
+
+def check_messages(messages: Any, method: str) -> list[Message]:
+    """The messages that a method of an environment returned. Raises InvalidResult."""
+    if not isinstance(messages, list | tuple):
+        raise InvalidResult(
+            f"{method} returned {type(messages).__name__} instead of a list of messages"
+        )
+    for message in messages:
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise InvalidResult(f"{method} returned the message {message!r}, which has no role")
+        if message.get("content") is None and "tool_calls" not in message:
+            raise InvalidResult(f"{method} returned the message {message!r}, which has no content")
+    return [dict(message) for message in messages]
+
+
+def check_start(messages: Any) -> list[Message]:
+    """The messages that `reset` returned. Raises InvalidResult."""
+    if not (checked := check_messages(messages, "reset")):
+        raise InvalidResult("reset returned no message")
+    return checked
+
+
+def check_step(result: Any) -> Step:
+    """What `step` returned. Raises InvalidResult."""
+    if not isinstance(result, tuple | list) or len(result) != 3:
+        raise InvalidResult("step returned something else than (messages, reward, done)")
+    messages, reward, done = result
+    try:
+        reward = None if reward is None else float(reward)
+    except (TypeError, ValueError):
+        raise InvalidResult(f"step returned the reward {reward!r}, which is no number") from None
+    if reward is not None and not math.isfinite(reward):
+        raise InvalidResult(f"step returned the reward {reward}")
+    return [] if done else check_messages(messages, "step"), reward, bool(done)
 
 
 class SingleTurn:

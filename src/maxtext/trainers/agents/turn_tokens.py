@@ -32,7 +32,7 @@ CALLED = {
 
 class TurnTokens:
     """`schemas`: the tools that the prompt describes. `tags`: special tokens that the text of a
-    turn shows."""
+    turn shows. `common_variables`: of the template, for all conversations."""
 
     def __init__(
         self,
@@ -40,16 +40,18 @@ class TurnTokens:
         tokenizer: Tokenizer,
         schemas: Sequence[Mapping[str, Any]],
         tags: Sequence[str] = (),
+        common_variables: Mapping[str, Any] | None = None,
     ):
         encoded = map(tokenizer.encode_with_specials, tags)
         self.visible_ids = {ids[0] for ids in encoded if len(ids) == 1} & tokenizer.special_ids
         self.template = template
         self.tokenizer = tokenizer
         self.schemas = schemas
+        self.common_variables = dict(common_variables or {})
 
     def variables(self, others: Mapping[str, Any] | None = None) -> dict[str, Any]:
         tools = {"tools": list(self.schemas)} if self.schemas else {}
-        return {**(others or {}), **tools}
+        return {**self.common_variables, **(others or {}), **tools}
 
     def text(self, token_ids: Sequence[int]) -> str:
         """The text of a turn."""

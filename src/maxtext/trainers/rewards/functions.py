@@ -90,10 +90,10 @@ def compute_rewards(
             outputs[function.name] = function(prompts, completions, columns)
         except UserError:
             raise
-        except Exception as error:  # the user's code may raise anything
+        except (Exception, SystemExit) as error:  # the user's code may raise anything
+            run_together(awaitables(outputs))  # Python warns of a coroutine that never ran
             raise failure(function, prompts, completions, columns, error) from error
-    pending = {name: value for name, value in outputs.items() if inspect.isawaitable(value)}
-    for name, value in run_together(pending).items():
+    for name, value in run_together(awaitables(outputs)).items():
         if isinstance(value, BaseException):
             function = next(each for each in functions if each.name == name)
             raise failure(function, prompts, completions, columns, value) from value
@@ -110,6 +110,10 @@ def total_rewards(
     is_scored = ~np.isnan(weighted)
     total = np.where(is_scored, weighted, 0).sum(axis=0)
     return np.where(is_scored.any(axis=0), total, np.nan).astype(np.float32)
+
+
+def awaitables(outputs: Mapping[str, Any]) -> dict[str, Awaitable]:
+    return {name: value for name, value in outputs.items() if inspect.isawaitable(value)}
 
 
 def run_together(awaitables: Mapping[str, Awaitable]) -> dict[str, Any]:
@@ -159,7 +163,7 @@ def failing_row(
             result = function(prompts[at], completions[at], values)
             if inspect.isawaitable(result):
                 result = run_together({"": result})[""]
-        except Exception:
+        except (Exception, SystemExit):
             return row
         if isinstance(result, BaseException):
             return row
