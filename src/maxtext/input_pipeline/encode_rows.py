@@ -6,7 +6,7 @@ the vocabulary, and end with the end token. Truncation keeps the start of a row;
 pair it keeps the end of the prompt and the start of the completions.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -153,7 +153,7 @@ class TextEncoder:
 
     def __init__(self, config: MaxTextConfig, split: Split, tokenizer: Tokenizer | None = None):
         self.columns = set_columns(config, split)
-        self.formatting = FormattingFunction.from_config(config)
+        self.formatting: Callable[[Record], Record] | None = FormattingFunction.from_config(config)
         self.tokenizer = tokenizer or load_tokenizer(config)
         self.config = config
         self.length = config.max_target_length

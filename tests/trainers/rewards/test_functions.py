@@ -94,6 +94,11 @@ def test_errors_name_the_row(function, message):
         compute(function)
 
 
+def test_columns_have_other_names_than_the_arguments():
+    with pytest.raises(UserError, match="a column completions, .*: rename the column"):
+        compute(length, completions=["x"] * 4)
+
+
 def test_async_functions_before_a_failing_one_have_run():
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # a coroutine that was never awaited

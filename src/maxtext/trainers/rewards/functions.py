@@ -84,6 +84,11 @@ def compute_rewards(
 
     Raises UserError, which names the function and the row, if a function fails.
     """
+    if taken := {"prompts", "completions"} & columns.keys():
+        raise UserError(
+            f"the rows have a column {sorted(taken)[0]}, and reward functions have an argument of "
+            "this name: rename the column"
+        )
     outputs: dict[str, Any] = {}
     for function in functions:
         try:
