@@ -39,7 +39,7 @@ def deltas_of(text, size, **params):
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 @pytest.mark.parametrize("stop", [(), ("STOP",)])
 def test_tokens_and_log_probabilities_come_with_their_text(size, stop):
-    """Bytes of a character come together, and so do those of what may be a stop text."""
+    """Bytes of a character come together, and so do those of what may be a stop string."""
     text = "añ 🦊 STO ST🦊 end"
     deltas = deltas_of(text, size, stop=stop, logprobs=0)
     so_far_ids, so_far_text = [], ""

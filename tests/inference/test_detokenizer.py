@@ -139,7 +139,7 @@ def test_prompt_that_ends_inside_a_character(kind, tokenizers):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_stop_texts_across_random_splits(kind, tokenizers):
-    """The text ends before the stop text that is complete first, wherever the steps are split."""
+    """The text ends before the stop string that is complete first, wherever the steps are split."""
     tokenizer = tokenizers[kind]
     random = np.random.default_rng(7)
     for _ in range(60):
@@ -266,7 +266,7 @@ def test_special_tokens_that_a_request_shows(tokenizers):
 
 
 def test_random_texts_and_stops():
-    """Against the definition: the text before the stop text that is complete first."""
+    """Against the definition: the text before the stop string that is complete first."""
     random = np.random.default_rng(0)
     tokenizer = ByteTokenizer()
     for _ in range(200):

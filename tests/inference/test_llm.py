@@ -136,7 +136,7 @@ def test_seed_determines_the_tokens(llm, ids):
 
 @FEW
 def test_stream_and_stop_texts(llm):
-    """Deltas make up the text; a stop text ends it before that text."""
+    """Deltas make up the text; a stop string ends it before that text."""
     text = llm.generate("w5 w9", max_new_tokens=12, ignore_eos=True)
     deltas = list(llm.stream("w5 w9", max_new_tokens=12, ignore_eos=True))
     assert "".join(deltas) == text

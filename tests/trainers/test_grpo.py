@@ -358,7 +358,7 @@ def test_steps_are_those_of_the_batches(base):
 
 @pytest.mark.slow
 def test_keys_of_a_run(base, tmp_path, light_compiler):
-    """Rewards of a file with weights, stop texts, truncated completions, spans and plots."""
+    """Rewards of a file with weights, stop strings, truncated completions, spans and plots."""
     (tmp_path / "mine.py").write_text(
         "def length(prompts, completions, **columns):\n"
         "    return [len(text) for text in completions]\n"

@@ -16,10 +16,10 @@ class Detokenizer:
     """The text of the tokens that follow a prompt, emitted as soon as it is final.
 
     All deltas together are `decode(prompt + tokens)` without its prefix `decode(prompt)`, up to the
-    first stop text. The detokenizer holds back what later tokens can change: tokens after the last
-    boundary that the tokenizer reports, spaces at the beginning of a text, and a suffix of the text
-    that may be the beginning of a stop text. If the prompt ends inside a character, its last tokens
-    belong to the new text. Every token is decoded a bounded number of times. A visible special
+    first stop string. The detokenizer holds back what later tokens can change: tokens after the
+    last boundary that the tokenizer reports, spaces at the beginning of a text, and a suffix of the
+    text that may be the beginning of a stop string. If the prompt ends inside a character, its last
+    tokens belong to the new text. Every token is decoded a bounded number of times. A visible special
     token splits the text: its name stands between the text before and the text after it.
     """
 
@@ -32,8 +32,8 @@ class Detokenizer:
         visible_ids: frozenset[int] = frozenset(),
         reasoning: ReasoningSpan | None = None,
     ):
-        """`include_stop`: the text ends after the stop text, not before it. `visible_ids` are
-        special tokens that are part of the text. Stop texts in `reasoning` have no effect.
+        """`include_stop`: the text ends after the stop string, not before it. `visible_ids` are
+        special tokens that are part of the text. Stop strings in `reasoning` have no effect.
         """
         self.tokenizer = tokenizer
         self.decode = tokenizer.decode
@@ -42,7 +42,7 @@ class Detokenizer:
         self.include_stop = include_stop
         self.stop_text: str | None = None  # the one that has ended the text
         self.deltas: list[str] = []  # emitted
-        self.held_back = ""  # decoded, but possibly the beginning of a stop text
+        self.held_back = ""  # decoded, but possibly the beginning of a stop string
         # Until the answer begins; whether the reasoning has begun.
         self.reasoning = reasoning if self.stop else None
         self.in_reasoning = reasoning is not None and not reasoning.start
@@ -67,7 +67,7 @@ class Detokenizer:
 
     def add(self, token_ids: Sequence[int], last: bool = False, ignore_stop: bool = False) -> str:
         """Append tokens and return the text delta: the text that is final now. With `last`, no
-        token follows, so all text is final. With `ignore_stop`, stop texts begin after the text
+        token follows, so all text is final. With `ignore_stop`, stop strings begin after the text
         that is final now.
         """
         if self.stopped:
@@ -80,7 +80,7 @@ class Detokenizer:
             if not ignore_stop and (start := self.held_back.find(text, answer_start)) >= 0
         ]
         if matches:
-            end, start = min(matches)  # the stop text that is complete first
+            end, start = min(matches)  # the stop string that is complete first
             self.stop_text = self.held_back[start:end]
             self.held_back = self.held_back[: end if self.include_stop else start]
         length = len(self.held_back)
@@ -91,7 +91,7 @@ class Detokenizer:
         return text_delta
 
     def find_answer(self, last: bool) -> int:
-        """The index in the text held back from which on stop texts have an effect."""
+        """The index in the text held back from which on stop strings have an effect."""
         if self.reasoning is None:
             return 0
         if not self.in_reasoning:
@@ -118,7 +118,7 @@ class Detokenizer:
 
     @property
     def text(self) -> str:
-        """All text so far, up to a stop text."""
+        """All text so far, up to a stop string."""
         return "".join(self.deltas) + self.held_back
 
     def decode_tokens(self, token_ids: Sequence[int], last: bool = False) -> str:
@@ -161,7 +161,7 @@ class Detokenizer:
         return delta
 
     def partial_stop_length(self) -> int:
-        """The length of the longest suffix of the text that is a proper prefix of a stop text, or
+        """The length of the longest suffix of the text that is a proper prefix of a stop string, or
         of the tag that ends the reasoning.
         """
         if self.reasoning is not None and not self.in_reasoning:

@@ -29,7 +29,7 @@ class GenerationRequest:
     cache_salt: str = ""
     # Special tokens that are part of the text even with `skip_special_tokens`.
     visible_token_ids: frozenset[int] = frozenset()
-    # Stop texts have no effect before the end of the reasoning.
+    # Stop strings have no effect before the end of the reasoning.
     reasoning: ReasoningSpan | None = None
 
 
@@ -46,7 +46,7 @@ class RequestTimes:
 class Completion:
     """The result of a request, or one of the `n` results of a request with `n` choices.
 
-    `finish_reason` is "end" (an end-of-sequence or stop token), "stop" (a stop text), "length" or
+    `finish_reason` is "end" (an end-of-sequence or stop token), "stop" (a stop string), "length" or
     "error"; `error` then says what is wrong with the request. `stop_reason` is the text of `stop`
     or the id of `stop_token_ids` that ended it.
     """
@@ -71,7 +71,7 @@ class CompletionDelta:
     """What a step adds to a completion. The last delta of a completion comes with it.
 
     Tokens come with the text that they make up: those whose text is not final yet, since it may
-    begin a stop text or end inside a character, come with a later delta.
+    begin a stop string or end inside a character, come with a later delta.
     """
 
     index: int

@@ -1,7 +1,7 @@
 """The requests of one lease of an engine: text and choices around token ids.
 
 `EngineSession` starts the sequences of a request, one for each of its `n` choices, turns their
-step outputs into text deltas, and ends them at stop texts. `LLM` and `AsyncEngine` run on it.
+step outputs into text deltas, and ends them at stop strings. `LLM` and `AsyncEngine` run on it.
 """
 
 import itertools
@@ -75,7 +75,7 @@ class EngineSession:
         for output in self.engine.step():
             processor = self.processors.get(output.request_id)
             if processor is None:
-                continue  # a stop text has ended it
+                continue  # a stop string has ended it
             num_before = len(processor.token_ids)
             delta = processor.add(output)
             self.num_generated += len(processor.token_ids) - num_before

@@ -2,8 +2,8 @@
 
 `logits.json` says K, the length T of rows and the vocabulary; `part-00000.parquet` … hold the rows.
 A row has the fields of a batch [T], `top_k_logits` [T, K] in float16 and `top_k_indices` [T, K] in
-int32, their places in the vocabulary. A part is written under a temporary name and then renamed, so
-that an interrupted job continues after its last part.
+int32, their indices in the vocabulary. A part is written under a temporary name and then renamed,
+so that an interrupted job continues after its last part.
 
 A folder without logits.json may hold ArrayRecord files instead (array_record_logits.py).
 """

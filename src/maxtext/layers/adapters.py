@@ -54,7 +54,7 @@ class AdapterSpec:
 
     `saved` are modules (head, embedder) that are trained in full together with adapters, PEFT's
     modules_to_save. With `slots`, the model serves that many adapters at a time: its parameters
-    have a leading dimension, and each sequence has the index of its adapter, counted from 1.
+    hold all of them (see lora.py), and each sequence has the index of its adapter, counted from 1.
     """
 
     targets: tuple[tuple[str, AdapterTarget], ...]

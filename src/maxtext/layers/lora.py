@@ -199,7 +199,7 @@ def select_slots(hidden: jax.Array, ids: jax.Array, slots: int, ranks: Sequence[
 
 
 def layer_scale(adapter: LayerAdapter, inputs: AdapterInputs) -> jax.Array | float:
-    """alpha / rank of a layer; a number unless stacked layers differ."""
+    """`AdapterSpec.scale` of a layer, 0 without an adapter; an array if stacked layers differ."""
     if len(set(adapter.scales)) == 1:
         return adapter.scales[0]
     assert inputs.repeat is not None, "stacked layers with different adapters need their index"

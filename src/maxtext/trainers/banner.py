@@ -25,7 +25,7 @@ def banner(
         "Mesh": {
             "devices": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
             "axes": ", ".join(f"{axis} {size}" for axis, size in mesh.items()) or "one device",
-            "numbers": f"{config.dtype.value} on {config.weight_dtype.value} weights",
+            "dtypes": f"{config.dtype.value} on {config.weight_dtype.value} weights",
         },
         "Plan": {
             "run": run_folder,
@@ -46,7 +46,7 @@ def describe_model(context: RunContext, step: jax.stages.Compiled) -> dict[str, 
         "name": f"{config.model_name} ({config.decoder_block.value} blocks)",
         "parameters": f"{parameter_count(context.template.weights):,}",
         "layers": f"{len(layers(config))}, {'scanned' if config.scan_layers else 'unrolled'}",
-        "FLOPs a token": f"{flops} in training (products only, causal, no remat)",
+        "FLOPs a token": f"{flops} in training (matmuls only, causal, no remat)",
     }
     memory = step.memory_analysis()
     if memory is not None:

@@ -121,7 +121,7 @@ class EvalDataLoader:
 
 def max_segments(batch: Batch) -> int:
     """The most segments of a row, at least 1. Padding before or between segments counts as one;
-    a program for n segments has room for one more: the padding, or the last segment of a full row.
+    a program for n segments has one more: the padding, or the last segment of a full row.
     """
     segment_ids = batch.get("inputs_segmentation")
     if segment_ids is None:

@@ -112,7 +112,7 @@ class Estimate:
     target: Target
     parameters: int
     active: int
-    weights: MemoryBytes  # and those of a reference or teacher
+    weights: MemoryBytes
     optimizer: MemoryBytes
     reference: MemoryBytes  # frozen weights of another model: a teacher, the reference of DPO
     gradients: int
@@ -153,7 +153,8 @@ class Estimate:
         """Bytes of one device in its host's memory."""
         if self.program is not None and self.program.host:
             return self.program.host
-        return self.weights.host + self.optimizer.host + self.current.layers.host
+        state = self.weights.host + self.optimizer.host + self.reference.host
+        return state + self.current.layers.host
 
     @property
     def fits(self) -> bool | None:
@@ -213,9 +214,6 @@ def estimate_memory(config: MaxTextConfig, target: Target, compiling: bool = Tru
     context.shardings.check()
     policies = activations_by_policy(config, context.rules, target.platform)
     state, shardings = context.abstract_state, context.shardings.state
-    weights = shard_bytes(
-        (state.weights, state.reference), (shardings.weights, shardings.reference)
-    )
     all_activations = next(saved for saved in policies if saved.policy == "none").layers.device
     layer_activations = 0 if policy_of(config) == "none" else all_activations // len(layers(config))
     computed = Estimate(
@@ -223,7 +221,7 @@ def estimate_memory(config: MaxTextConfig, target: Target, compiling: bool = Tru
         target=target,
         parameters=parameter_count(context.template.weights),
         active=active_count(config, context.template.weights),
-        weights=weights,
+        weights=shard_bytes(state.weights, shardings.weights),
         optimizer=shard_bytes(
             (state.step, state.opt_state, state.nonfinite_steps),
             (shardings.step, shardings.opt_state, shardings.nonfinite_steps),
@@ -252,7 +250,7 @@ def rollout_cache_bytes(context: RunContext) -> int:
     """Bytes of one device for the caches of the rollouts of a step; 0 without rollouts."""
     if not context.config.use_grpo:
         return 0
-    from maxtext.trainers.rollout import cache_bytes  # imports the engine of inference
+    from maxtext.trainers.rollout import cache_bytes  # imports the inference engine
 
     total = cache_bytes(context.config, context.objective.model_template, context.rules)
     return total // context.rules.mesh.size

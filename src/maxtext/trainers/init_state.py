@@ -144,7 +144,7 @@ def check_same_model(config: MaxTextConfig, checkpoint: Checkpoint) -> None:
         raise ConfigError(
             f"load_parameters_path={checkpoint.path} holds another model: this run's has "
             f"{', '.join(differing)}; leave out what differs (the folder says what model it is), "
-            "or set override_model_config=true to use its weights so"
+            "or set override_model_config=true to use its weights anyway"
         )
 
 

@@ -283,7 +283,7 @@ def read(
     if saved_context is context:
         return unflatten_like(abstract, stored.restore(to_flat_dict(abstract), storage))
     LOGGER.info(
-        "%s: layers are laid out as %s and now become those of this run",
+        "%s: converting layers saved as %s to the layout of this run",
         stored.path,
         stored.run["layout"],
     )

@@ -1,4 +1,4 @@
-"""Rollouts: completions that the engine of inference samples from weights of a training run.
+"""Rollouts: completions that the inference engine samples from weights of a training run.
 
 The engine runs the model of training on the arrays of the training state, in the same process and
 on the same mesh, so that nothing is copied; or on copies on other devices. `sync` gives it the
@@ -29,6 +29,7 @@ from maxtext.inference.loading import find_eos_ids
 from maxtext.inference.processing import OutputProcessor
 from maxtext.inference.programs import Programs
 from maxtext.inference.requests import GenerationRequest
+from maxtext.inference.sampling import derive_seed
 from maxtext.input_pipeline import Batch
 from maxtext.input_pipeline.packing import pad_row
 from maxtext.input_pipeline.sequences import masked_sequence
@@ -47,8 +48,8 @@ class Rollout:
     """A prompt and a sampled completion, which includes the token that ended it.
 
     `log_probs` are those of the completion's tokens at the sampling temperature, over the whole
-    vocabulary, if the request asked for them. `finish_reason` is "end", "stop" (a stop text) or
-    "length".
+    vocabulary, if the request asked for them. `finish_reason` is "end", "stop" (a stop string),
+    "length", or "turns" (a conversation with as many turns as are allowed).
     """
 
     prompt_ids: tuple[int, ...]
@@ -175,7 +176,7 @@ class RolloutEngine:
 
 class RolloutSession:
     """`add` requests at any time, and call `step` while there are unfinished ones. `tokenizer`: for
-    stop texts."""
+    stop strings."""
 
     def __init__(self, engine: InferenceEngine, tokenizer: Tokenizer | None):
         self.engine = engine
@@ -201,7 +202,7 @@ class RolloutSession:
             if output.error is not None:
                 raise UserError(output.error)
             if output.request_id not in self.running:
-                continue  # tokens that were in flight after a stop text
+                continue  # tokens that were in flight after a stop string
             index, request, processor = self.running[output.request_id]
             completion = processor.add(output).completion
             if completion is None:
@@ -240,8 +241,7 @@ def cache_bytes(config: MaxTextConfig, template: Template, rules: AxisRules) -> 
 def sample_seed(seed: int, step: int, prompt: int, sample: int = 0) -> int:
     """The seed of a completion: `seed` of the run, the index of the prompt in the batch of `step`,
     and the number of the sample of this prompt."""
-    entropy = [seed % 2**32, step, prompt, sample]
-    return int(np.random.SeedSequence(entropy).generate_state(1)[0])
+    return derive_seed(seed % 2**32, step, prompt, sample)
 
 
 def stop_token_ids(config: MaxTextConfig, checkpoint: Checkpoint | None) -> tuple[int, ...]:

@@ -18,8 +18,8 @@ FILE = "rollouts.jsonl"
 
 @dataclass(frozen=True)
 class ScoredRollout:
-    """A completion, its rewards and advantage. `log_probs` are those of the engine at temperature
-    1, `old_logps` those of the policy at the sampling temperature, of each of its tokens."""
+    """A completion, its rewards and advantage. `log_probs` are those of the engine, `old_logps`
+    those of the policy, of each of its tokens at the sampling temperature."""
 
     step: int
     prompt: Any

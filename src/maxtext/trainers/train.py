@@ -279,7 +279,7 @@ def sampling_step(
     agent: "Agent | None",
 ) -> TrainStep:
     """`train_step`, after completions are sampled if the method of the run does that. `step`: the
-    number of steps done. Only runs that sample import the engine of inference."""
+    number of steps done. Only runs that sample import the inference engine."""
     if isinstance(data_loader, PromptLoader):
         from maxtext.trainers.group_rollouts import GroupRolloutStep
         from maxtext.trainers.rewards.builtin import run_rewards

@@ -60,19 +60,19 @@ def sft(model: str | os.PathLike, data: Any = None, **keys: Any) -> TuningRun:
 
 
 def dpo(model: str | os.PathLike, data: Any = None, **keys: Any) -> TuningRun:
-    """Direct preference optimization; arguments as of `sft`."""
+    """Direct preference optimization; same arguments as `sft`."""
     return fine_tune("dpo", model, data, keys)
 
 
 def orpo(model: str | os.PathLike, data: Any = None, **keys: Any) -> TuningRun:
-    """Odds-ratio preference optimization; arguments as of `sft`."""
+    """Odds-ratio preference optimization; same arguments as `sft`."""
     return fine_tune("orpo", model, data, keys)
 
 
 def distill(
     student: str | os.PathLike, teacher: str | os.PathLike, data: Any = None, **keys: Any
 ) -> TuningRun:
-    """Distillation of a teacher into a student; `teacher` is a folder. Other arguments as of
+    """Distillation of a teacher into a student; `teacher` is a folder. Other arguments are those of
     `sft`."""
     overrides = {
         "load_parameters_path": str(find_folder(teacher)),
@@ -93,7 +93,7 @@ def grpo(
     functions f(prompts, completions, **columns) -> a number or None for each completion, maybe
     async; without any, the built-in ones. `tools`: functions that the model may call, with type
     hints and a docstring. `environment`: instead, a function that returns a new `Environment` for
-    each conversation, whose rewards are added. Other arguments as of `sft`."""
+    each conversation, whose rewards are added. Other arguments are those of `sft`."""
     agent = Agent.from_python(tools, environment)
     if agent is not None:
         keys = {"use_agentic_rollout": True, **keys}

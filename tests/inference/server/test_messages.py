@@ -64,7 +64,7 @@ def test_reasoning_of_chats(http):
     (choice,) = result["choices"]
     message = choice["message"]
     assert message["reasoning_content"] == message["reasoning"] == "Hm, stop."
-    # Stop texts act in the answer alone.
+    # Stop strings act in the answer alone.
     assert (message["content"], choice["stop_reason"]) == ("Yes, ", "stop")
     # One token a byte, and the newlines belong to the reasoning.
     details = result["usage"]["completion_tokens_details"]

@@ -236,7 +236,7 @@ def test_reload_keeps_conversations_settings_and_a_broken_answer(page, stub):
     ask(page, "hello there")
     page.keyboard.press("Control+,")
     page.get_by_label("System prompt").fill("Be brief.")
-    page.get_by_label("Stop texts").fill("END\nSTOP")
+    page.get_by_label("Stop strings").fill("END\nSTOP")
     page.get_by_label("Thinking").select_option("off")
     page.keyboard.press("Escape")
     page.get_by_role("combobox", name="Model").select_option("two")

@@ -234,7 +234,7 @@ def test_chat_stream(openai_client, http):
 
 
 def test_held_text_delays_its_token_ids(http, model):
-    """A stop text may begin with what is held back: no chunk between the first and the last is
+    """A stop string may begin with what is held back: no chunk between the first and the last is
     empty, and the last has the tokens without text.
     """
     new = greedy(model, CHAT_IDS, 8)[0]

@@ -188,7 +188,7 @@ class MaxTextLM(TemplateLM):
     def sampling_params(
         self, arguments: Mapping[str, Any], index: int
     ) -> tuple[SamplingParams, list[str]]:
-        """The parameters of a task's generation arguments, and its stop texts. Greedy unless they
+        """The parameters of a task's generation arguments, and its stop strings. Greedy unless they
         say otherwise. Raises UserError for arguments that the engine does not have.
         """
         options = dict(normalize_gen_kwargs(dict(arguments), DEFAULT_MAX_GEN_TOKS))

@@ -74,8 +74,11 @@ def build_app(model: ServedModel, options: ServerOptions) -> FastAPI:
         methods = ["GET", "HEAD"] if method == "GET" else [method]
         app.add_api_route(path, endpoint, methods=methods)
     if options.has_page:
-        facts = {"needs_key": bool(options.api_keys), "defaults": dict(model.sampling_defaults)}
-        app.add_api_route("/", ChatPage(facts).respond, methods=["GET", "HEAD"])
+        server_info = {
+            "needs_key": bool(options.api_keys),
+            "defaults": dict(model.sampling_defaults),
+        }
+        app.add_api_route("/", ChatPage(server_info).respond, methods=["GET", "HEAD"])
     app.add_exception_handler(HTTPException, on_http_error)
     for kind in (ApiError, UserError):
         app.add_exception_handler(kind, endpoints.on_error)

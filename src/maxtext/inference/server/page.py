@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 FILE = "page.html"
 # Placeholders in the file.
-NONCE, SERVER_FACTS = "__NONCE__", "__SERVER__"
+NONCE, SERVER_INFO = "__NONCE__", "__SERVER__"
 HEADERS = {
     "Cache-Control": "no-store",  # a nonce is for one response
     "Referrer-Policy": "no-referrer",
@@ -22,13 +22,13 @@ HEADERS = {
 
 
 class ChatPage:
-    """The page of a server. `facts` is what the page must know before its first request: whether
-    a key is needed, and the defaults of sampling.
+    """The page of a server. `server_info` is what the page must know before its first request:
+    whether a key is needed, and the defaults of sampling.
     """
 
-    def __init__(self, facts: Mapping[str, Any]):
+    def __init__(self, server_info: Mapping[str, Any]):
         source = resources.files(__package__).joinpath(FILE).read_text(encoding="utf-8")
-        self.template = source.replace(SERVER_FACTS, html.escape(json.dumps(facts)))
+        self.template = source.replace(SERVER_INFO, html.escape(json.dumps(server_info)))
 
     async def respond(self) -> Response:
         nonce = secrets.token_urlsafe(16)

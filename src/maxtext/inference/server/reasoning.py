@@ -184,7 +184,7 @@ class Reasoning:
 
     @property
     def span(self) -> ReasoningSpan | None:
-        """For stop texts, which act in the answer alone."""
+        """For stop strings, which act in the answer alone."""
         if self.parser == "gpt_oss":
             return ReasoningSpan("", FINAL)
         if self.parser == "none" or self.is_over:

@@ -74,7 +74,7 @@ def call_schema(name: str, parameters: Any, pointer: str) -> dict[str, Any]:
 
 
 def move_refs(schema: Any, pointer: str) -> Any:
-    """A schema for the place `pointer` in another one: its references begin there."""
+    """A schema that is nested at `pointer` in another one: its references begin there."""
     if isinstance(schema, list):
         return [move_refs(item, pointer) for item in schema]
     if not isinstance(schema, Mapping):

@@ -9,6 +9,7 @@ import asyncio
 import inspect
 import json
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -86,8 +87,9 @@ def run_in_threads(
     ]
     for thread in threads:
         thread.start()
+    deadline = None if timeout is None else time.monotonic() + timeout
     for thread in threads:
-        thread.join(timeout)
+        thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
     return list(results)
 
 

@@ -75,7 +75,7 @@ class TurnTokens:
 
     def reply(self, messages: Sequence[Message], with_end: bool = False) -> list[int]:
         """The tokens after the end token of a turn: messages, and the header of the next turn.
-        `with_end`: also the end token, which a turn that a stop text ended does not have.
+        `with_end`: also the end token, which a turn that a stop string ended does not have.
 
         Raises UserError if the template refuses the messages, ConfigError if its turns end in no
         special token.

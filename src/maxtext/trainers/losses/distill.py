@@ -1,6 +1,6 @@
 """Losses of a student that learns from a teacher, and the schedules of their weights.
 
-Shapes: B batch, T tokens, V vocabulary, K places of the vocabulary, L layers, D features.
+Shapes: B batch, T tokens, V vocabulary, K entries of the vocabulary, L layers, D features.
 """
 
 import math
@@ -58,19 +58,19 @@ def distill(
     mask = float32(mask)
     num_tokens = divisor(mask.sum() if tokens is None else tokens)
     student, teacher = masked(student, mask[..., None]), masked(constant(teacher), mask[..., None])
-    places = student if indices is None else jnp.take_along_axis(student, indices, axis=-1)
+    entries = student if indices is None else jnp.take_along_axis(student, indices, axis=-1)
 
     def mean(x: Array) -> Array:
         return masked_sum(x, mask) / num_tokens
 
-    kl = mean(kl_of_logits(teacher, places, temperature))
+    kl = mean(kl_of_logits(teacher, entries, temperature))
     soft, hard = jnp.square(float32(temperature)) * kl, -mean(logps(student, targets))
     loss = alpha * soft + (1.0 - alpha) * hard
     metrics = {
         "soft_loss": soft,
         "hard_loss": hard,
         "kl": kl,
-        "kl_temperature_1": mean(kl_of_logits(teacher, constant(places), 1.0)),
+        "kl_temperature_1": mean(kl_of_logits(teacher, constant(entries), 1.0)),
         "tokens": mask.sum(),
     }
     if indices is None:
