@@ -19,8 +19,8 @@ class Detokenizer:
     first stop string. The detokenizer holds back what later tokens can change: tokens after the
     last boundary that the tokenizer reports, spaces at the beginning of a text, and a suffix of the
     text that may be the beginning of a stop string. If the prompt ends inside a character, its last
-    tokens belong to the new text. Every token is decoded a bounded number of times. A visible special
-    token splits the text: its name stands between the text before and the text after it.
+    tokens belong to the new text. Every token is decoded a bounded number of times. A visible
+    special token splits the text: its name stands between the text before and the text after it.
     """
 
     def __init__(
