@@ -38,12 +38,12 @@ def build_hf_model():
     return model
 
 
-def write_tokenizer(folder):
+def write_tokenizer(folder, words=WORDS):
     """One token a word; a text begins with <s>."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
     tokenizer = Tokenizer(
-        models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="<unk>")
+        models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>")
     )
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.post_processor = processors.TemplateProcessing(

@@ -21,6 +21,7 @@ else:
         "test_other_folders.py",
         "test_training.py",
         "test_fine_tuning.py",
+        "test_served.py",
     ]
 
 
