@@ -91,11 +91,25 @@ def test_calls_of_chats(http, parallel, num_calls):
     assert len(message["tool_calls"]) == num_calls
     deltas = chat_deltas(http, f"<think>a</think>{CALL}{CALL}", **body)
     parts = [part for delta in deltas for part in delta.get("tool_calls", ())]
-    assert [part["index"] for part in parts] == [index for index in range(num_calls) for _ in "ab"]
-    assert [part["function"] for part in parts[:2]] == [
-        {"name": "f", "arguments": ""},
-        {"arguments": '{"x": 1}'},
-    ]
+    for index in range(num_calls):
+        first, *others = [part for part in parts if part["index"] == index]
+        assert (first["type"], first["function"]) == ("function", {"name": "f", "arguments": ""})
+        assert not any("id" in part for part in others)
+        arguments = [part["function"]["arguments"] for part in others]
+        assert "".join(arguments) == '{"x": 1}'
+    assert len({part["index"] for part in parts}) == num_calls
+
+
+def test_arguments_come_while_the_model_writes_them(http):
+    """A token of this model is a byte, and a program decodes several."""
+    text = "x" * 60
+    call = f'<tool_call>{{"name": "f", "arguments": {{"x": "{text}"}}}}</tool_call>'
+    tools = [{"type": "function", "function": FUNCTION}]
+    deltas = chat_deltas(http, call, tools=tools)
+    parts = [part for delta in deltas for part in delta.get("tool_calls", ())]
+    arguments = [part["function"]["arguments"] for part in parts]
+    assert json.loads("".join(arguments)) == {"x": text}
+    assert len([part for part in arguments if part]) >= 4
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """Calls of functions in texts that come in parts of any size, as families of models write them."""
 
 import json
+import random
 
 import pytest
 
@@ -115,3 +116,89 @@ def test_only_the_first_of_parallel_calls():
 )
 def test_parser_of_a_template(template, name):
     assert find_tool_parser(template) == name
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"x": "two words", "y": [1, {"z": 2}]}}'),
+        ("llama3_json", '{"name": "f", "parameters": {"x": "two words", "y": [1, {"z": 2}]}}'),
+        ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": {"x": "two words", "y": [1]}}]'),
+        ("mistral", '[TOOL_CALLS]f[ARGS]{"x": "two words", "y": [1, {"z": 2}]}'),
+    ],
+)
+def test_arguments_are_passed_on_while_they_are_written(name, text):
+    """A letter is known at once, those of the closing brackets of the call apart."""
+    parser = build_tool_parser(name, {})
+    start, end = text.index("two"), text.index('"y"')
+    parts = [
+        "".join(delta.arguments for delta in parser.add(letter, last=False)) for letter in text
+    ]
+    assert parts[start:end] == list(text[start:end])
+    arguments = "".join(parts)
+    assert json.loads(arguments)["x"] == "two words"
+
+
+def test_parameters_are_passed_on_one_by_one():
+    parser = build_tool_parser("qwen3_coder", SCHEMAS)
+    before, after = CODER_CALL.split("<parameter=flag>")
+    deltas = parser.add(before, last=False)
+    assert "".join(delta.arguments for delta in deltas) == '{"x": "two\\nlines", "n": 3'
+    deltas = parser.add(f"<parameter=flag>{after}", last=True)
+    assert "".join(delta.arguments for delta in deltas) == ', "flag": true, "text": "7"}'
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "content", "arguments"),
+    [
+        # No value has begun: the text is content.
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"x": }}</tool_call>', ..., []),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {\'x\': 1}}</tool_call>', ..., []),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"x": oops}}</tool_call>', ..., []),
+        ("llama3_json", '{"name": "f", "parameters": {"x" 1}} so', ..., []),
+        ("mistral", '[TOOL_CALLS]f[ARGS]{"x"', ..., []),
+        # Later, the call has begun, and its arguments are as the model wrote them.
+        (
+            "hermes",
+            '<tool_call>{"name": "f", "arguments": {"x": 1, y}}</tool_call>.',
+            ".",
+            ['{"x": 1, y}}'],
+        ),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"x": "cut', "", ['{"x": "cut']),
+        ("llama3_json", '{"name": "f", "parameters": {"x": "cut', "", ['{"x": "cut']),
+        ("llama3_json", '{"name": "f", "parameters": {"x": 1, 2}}', "", ['{"x": 1, 2}}']),
+        ("mistral", '[TOOL_CALLS]f[ARGS]{"x": 1, 2} on', "", ['{"x": 1, 2} on']),
+        ("qwen3_coder", "<tool_call><function=f><parameter=n>1</parameter>", "", ['{"n": 1']),
+        # What is complete is a call, whatever follows within the tags.
+        ("hermes", '<tool_call>{"name": "f", "arguments": {}</tool_call>', "", ["{}"]),
+        ("hermes", '<tool_call>{"arguments": {"x": 1}, "name": "f"}</tool_call>', "", ['{"x": 1}']),
+        ("hermes", '<tool_call>{"name": "f", "arguments": "{}"}</tool_call>', "", ["{}"]),
+        ("llama3_json", '{"name": "f", "parameters": {}} and', " and", ["{}"]),
+    ],
+)
+@pytest.mark.parametrize("size", [1, 4, 1000])
+def test_broken_calls(name, text, content, arguments, size):
+    content = text if content is ... else content
+    parsed_content, calls = parse(build_tool_parser(name, SCHEMAS), text, size)
+    assert parsed_content == content
+    assert [each for _, each in calls] == arguments
+
+
+def mutate(text, generator):
+    """A text with a few letters that were dropped, doubled or replaced."""
+    letters = list(text)
+    for _ in range(generator.randint(0, 3)):
+        index = generator.randrange(len(letters))
+        letters[index] = generator.choice(["", letters[index] * 2, *'{}[]",:x1\\ <'])
+    return "".join(letters)
+
+
+@pytest.mark.parametrize("name", ["hermes", "llama3_json", "mistral", "qwen3_coder"])
+def test_result_does_not_depend_on_the_sizes_of_parts(name):
+    generator = random.Random(name)
+    texts = [case[1] for case in CASES if case[0] == name]
+    for _ in range(200):
+        text = mutate(generator.choice(texts), generator)
+        expected = parse(build_tool_parser(name, SCHEMAS), text, len(text) or 1)
+        for size in (1, generator.randint(2, 12)):
+            assert parse(build_tool_parser(name, SCHEMAS), text, size) == expected, text

@@ -10,13 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from maxtext.inference.requests import ReasoningSpan
-from maxtext.inference.server.message_parsers import (
-    MessageDelta,
-    MessageParser,
-    call_deltas,
-    partial_length,
-)
-from maxtext.inference.server.tool_parsers import decode_json
+from maxtext.inference.server.call_readers import ArgumentsReader
+from maxtext.inference.server.message_parsers import MessageDelta, MessageParser, partial_length
 from maxtext.tokenizers import Tokenizer
 
 THINK_START, THINK_END = "<think>", "</think>"
@@ -93,8 +88,7 @@ class HarmonyParser(MessageParser):
         self.text = ""
         self.header: str | None = None  # of the next message, while it is incomplete
         self.channel = "final"
-        self.function: str | None = None  # that the message calls
-        self.arguments = ""
+        self.call: ArgumentsReader | None = None  # that the message is
         self.num_calls = 0
 
     def add(self, text: str, last: bool) -> list[MessageDelta]:
@@ -116,9 +110,8 @@ class HarmonyParser(MessageParser):
         if self.header is not None:
             self.header += text
             return []
-        if self.function is not None:
-            self.arguments += text
-            return []
+        if self.call is not None:
+            return self.call.add(text)
         is_reasoning = self.channel == "analysis"
         return [MessageDelta(reasoning=text) if is_reasoning else MessageDelta(content=text)]
 
@@ -127,7 +120,9 @@ class HarmonyParser(MessageParser):
             recipient = RECIPIENT.search(self.header)
             channel = self.header.partition(CHANNEL)[2].split()
             self.channel = channel[0] if channel else "final"
-            self.function = recipient[1] if recipient and self.with_calls else None
+            self.call = None
+            if recipient is not None and self.with_calls:
+                self.call = ArgumentsReader(self.num_calls, recipient[1])
             self.header = None
             return []
         if tag in (CHANNEL, START):
@@ -140,15 +135,13 @@ class HarmonyParser(MessageParser):
         return self.end_message()
 
     def end_message(self) -> list[MessageDelta]:
-        """The call that the message is, if it is one."""
-        function, arguments = self.function, self.arguments
-        self.function, self.arguments = None, ""
-        if function is None:
+        """The text of the message, if it was to be a call and is none."""
+        call, self.call = self.call, None
+        if call is None:
             return []
-        if not isinstance(decode_json(arguments.strip())[0], dict):
-            return [MessageDelta(content=arguments)] if arguments else []
-        self.num_calls += 1
-        return call_deltas(self.num_calls - 1, function, arguments.strip())
+        self.num_calls += call.is_call
+        content = "" if call.is_call else call.text + call.rest
+        return [MessageDelta(content=content)] if content else []
 
 
 @dataclass(frozen=True)

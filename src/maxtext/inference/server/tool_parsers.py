@@ -3,105 +3,141 @@
 What cannot be parsed as a call is content.
 """
 
-import json
 import re
-from collections.abc import Callable, Mapping
-from typing import Any
 
-from maxtext.inference.server.message_parsers import (
-    MessageDelta,
-    MessageParser,
-    call_deltas,
-    partial_length,
+from maxtext.inference.server.call_readers import (
+    ArgumentsReader,
+    CallReader,
+    JsonCallReader,
+    ObjectCallReader,
+    ObjectReader,
+    ReaderFactory,
+    Schemas,
+    XmlCallReader,
 )
+from maxtext.inference.server.message_parsers import MessageDelta, MessageParser, partial_length
 
-Schemas = Mapping[str, Any]  # of arguments, by the name of the function
-Call = tuple[str, Any]  # name, arguments
-FUNCTION = re.compile(r"\s*<function=([^>\s]+)>(.*?)(?:</function>\s*)?", re.DOTALL)
-PARAMETER = re.compile(r"\s*<parameter=([^>\s]+)>(.*?)</parameter>\s*", re.DOTALL)
 MISTRAL_CALL = re.compile(r"\s*([^\s\[\]{}\"]+)\s*(?:\[CALL_ID\][^\[{]*)?(?:\[ARGS\])?\s*(?=\{)")
-JSON_DECODER = json.JSONDecoder()
 
 
 class TaggedCallParser(MessageParser):
-    """Calls between two tags. `parse` returns the call of the text between them, or None."""
+    """Calls between two tags, each read by a new reader."""
 
-    def __init__(self, start: str, end: str, parse: Callable[[str], Call | None]):
+    def __init__(self, start: str, end: str, new_reader: ReaderFactory):
         self.start = start
         self.end = end
-        self.parse = parse
+        self.new_reader = new_reader
+        self.reader: CallReader | None = None  # of the call that is open
         self.text = ""
         self.num_calls = 0
+        self.follows_call = False  # the text begins after a call
 
     def add(self, text: str, last: bool) -> list[MessageDelta]:
         self.text += text
         deltas: list[MessageDelta] = []
-        while (start := self.text.find(self.start)) >= 0:
-            deltas += self.content(self.text[:start])
-            self.text = self.text[start:]
-            end = self.text.find(self.end)
-            if end < 0 and not last:
-                return deltas
-            size = end + len(self.end) if end >= 0 else len(self.text)
-            inner = self.text[len(self.start) : end if end >= 0 else size]
-            deltas += self.call(inner) or self.content(self.text[:size])
-            self.text = self.text[size:]
+        while self.reader is not None or self.start in self.text:
+            if self.reader is None:
+                content, _, self.text = self.text.partition(self.start)
+                deltas += self.content(content)
+                self.reader = self.new_reader(self.num_calls)
+            is_closed = self.end in self.text
+            if is_closed or last:
+                inner, _, self.text = self.text.partition(self.end)
+                deltas += self.reader.add(inner) + self.close(self.reader, is_closed)
+                continue
+            ready = len(self.text) - partial_length(self.text, self.end)
+            deltas += self.reader.add(self.text[:ready])
+            self.text = self.text[ready:]
+            return deltas
         ready = len(self.text) - (0 if last else partial_length(self.text, self.start))
+        if self.follows_call and not self.text[:ready].strip() and not last:
+            return deltas  # blanks, which may separate calls
         deltas += self.content(self.text[:ready])
         self.text = self.text[ready:]
         return deltas
 
     def content(self, text: str) -> list[MessageDelta]:
-        # Templates separate calls by line breaks, which are no content.
-        is_content = text if not self.num_calls else text.strip()
+        """Templates separate calls by line breaks, which are no content."""
+        is_content = bool(text.strip() if self.follows_call else text)
+        self.follows_call = self.follows_call and not is_content
         return [MessageDelta(content=text)] if is_content else []
 
-    def call(self, text: str) -> list[MessageDelta]:
-        call = self.parse(text)
-        if call is None:
-            return []
-        self.num_calls += 1
-        return call_deltas(self.num_calls - 1, *call)
+    def close(self, reader: CallReader, is_closed: bool) -> list[MessageDelta]:
+        self.reader = None
+        deltas = reader.finish(is_closed)
+        if reader.is_call:
+            self.num_calls += 1
+            self.follows_call = True
+            return deltas
+        return self.content(self.start + reader.text + (self.end if is_closed else ""))
 
 
-class LlamaParser(MessageParser):
+class UntaggedCallParser(MessageParser):
+    """Calls that end with a JSON object. After text that is no call, everything is content."""
+
+    def __init__(self) -> None:
+        self.text = ""  # that no reader has read
+        self.prefix = ""  # before the text of the reader
+        self.reader: ObjectReader | None = None  # of the call that is open
+        self.num_calls = 0
+        self.is_content = False
+
+    def read(self, last: bool) -> list[MessageDelta]:
+        """Give the text to the reader; it is None after that if the call has ended."""
+        reader = self.reader
+        assert reader is not None
+        deltas = reader.add(self.text)
+        self.text = ""
+        if not reader.has_ended and not last:
+            return deltas
+        deltas += reader.finish(reader.scanner.is_complete)
+        self.reader = None
+        self.num_calls += reader.is_call
+        self.text = reader.rest if reader.is_call else self.prefix + reader.text + reader.rest
+        self.is_content = not reader.is_call
+        return deltas
+
+
+class LlamaParser(UntaggedCallParser):
     """The message is calls {"name": ..., "parameters": {...}}, separated by semicolons, maybe after
     <|python_tag|>. A message that begins otherwise has no calls.
     """
 
     tag = "<|python_tag|>"
 
-    def __init__(self) -> None:
-        self.text = ""
-        self.num_calls = 0
-        self.is_content = False
-
     def add(self, text: str, last: bool) -> list[MessageDelta]:
         self.text += text
         deltas: list[MessageDelta] = []
-        while not self.is_content and self.text:
-            rest = self.text.lstrip()
-            may_begin = self.tag.startswith(rest) and not last
-            rest = rest.removeprefix(self.tag).lstrip()
-            rest = rest.lstrip("; \n") if self.num_calls else rest
-            if may_begin or (not rest and not last):
-                return deltas
-            call, size = decode_call(rest) if "}" in rest else (None, 0)
-            if call is not None:
-                deltas += call_deltas(self.num_calls, *call)
-                self.num_calls += 1
-                self.text = rest[size:]
-                continue
-            if rest.startswith("{") and not size and not last:
-                return deltas  # the object is not complete
-            self.is_content = True
-        ready, self.text = self.text, ""
-        if not ready.strip() and self.num_calls:
-            return deltas
-        return [*deltas, MessageDelta(content=ready)] if ready else deltas
+        while not self.is_content and (self.text or self.reader is not None):
+            if self.reader is None and not self.begin_call(last):
+                break
+            deltas += self.read(last)
+            if self.reader is not None:
+                break
+        if self.is_content and self.text:
+            deltas.append(MessageDelta(content=self.text))
+            self.text = ""
+        return deltas
+
+    def begin_call(self, last: bool) -> bool:
+        """Whether the text begins with an object, of which a reader is ready; without one and
+        without what may become one, the rest is content.
+        """
+        rest = self.text.lstrip()
+        may_begin = self.tag.startswith(rest) and not last
+        rest = rest.removeprefix(self.tag).lstrip()
+        rest = rest.lstrip("; \n") if self.num_calls else rest
+        if may_begin or (not rest and not last):
+            return False
+        if not rest.startswith("{"):  # blanks after calls are no content
+            self.is_content = bool(self.text.strip()) or not self.num_calls
+            return False
+        self.prefix, self.text = self.text[: len(self.text) - len(rest)], rest
+        self.reader = ObjectCallReader(self.num_calls)
+        return True
 
 
-class MistralParser(MessageParser):
+class MistralParser(UntaggedCallParser):
     """[TOOL_CALLS] [{"name": ..., "arguments": {...}}, ...], or for each call
     [TOOL_CALLS]name[ARGS]{...}.
     """
@@ -109,9 +145,9 @@ class MistralParser(MessageParser):
     tag = "[TOOL_CALLS]"
 
     def __init__(self) -> None:
-        self.text = ""
-        self.num_calls = 0
+        super().__init__()
         self.in_calls = False
+        self.in_list = False
 
     def add(self, text: str, last: bool) -> list[MessageDelta]:
         self.text += text
@@ -126,91 +162,41 @@ class MistralParser(MessageParser):
             if start < 0:
                 return deltas
             self.in_calls = True
-        while self.text and (calls := self.take_calls()):
-            for call in calls:
-                deltas += call_deltas(self.num_calls, *call)
-                self.num_calls += 1
+        while not self.is_content and (self.reader is not None or self.begin_call()):
+            deltas += self.read(last)
+            if self.reader is not None:
+                break
         if last and self.text.strip():
+            self.is_content = True
+        if self.is_content and self.text:
             deltas.append(MessageDelta(content=self.text))
+            self.text = ""
         return deltas
 
-    def take_calls(self) -> list[Call]:
-        """Remove what the text has of complete calls at its beginning."""
-        text = self.text.removeprefix(self.tag).lstrip() if "}" in self.text else ""
-        if text.startswith("["):
-            values, size = decode_json(text)
-            parsed = [parse_call(value) for value in values or ()]
-            calls = [call for call in parsed if call is not None]
-            if not calls or len(calls) < len(parsed):
-                return []
+    def begin_call(self) -> bool:
+        """Whether the text begins with a call, of which a reader is ready."""
+        rest = self.text.lstrip()
+        if self.in_list:
+            rest = rest.removeprefix(",").lstrip()
+            if rest.startswith("]"):
+                self.in_list, self.text = False, rest[1:]
+                return self.begin_call()
         else:
-            match = MISTRAL_CALL.match(text)
-            arguments, size = decode_json(text[match.end() :]) if match else (None, 0)
-            if match is None or not isinstance(arguments, dict):
-                return []
-            calls, size = [(match[1], arguments)], size + match.end()
-        self.text = text[size:].lstrip()
-        return calls
-
-
-def decode_json(text: str) -> tuple[Any, int]:
-    """The JSON value at the beginning of a text, and its length; (None, 0) if there is none."""
-    try:
-        return JSON_DECODER.raw_decode(text)
-    except (ValueError, RecursionError):
-        return None, 0
-
-
-def decode_call(text: str) -> tuple[Call | None, int]:
-    value, size = decode_json(text)
-    return parse_call(value), size
-
-
-def parse_call(value: Any) -> Call | None:
-    """{"name": ..., "arguments": {...}}, or with `parameters` in place of arguments."""
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-        return None
-    arguments = value.get("arguments", value.get("parameters", {}))
-    if isinstance(arguments, str):  # some models write them as JSON in a text
-        arguments, _ = decode_json(arguments)
-    return (value["name"], arguments) if isinstance(arguments, dict) else None
-
-
-def parse_json_call(text: str) -> Call | None:
-    call, size = decode_call(text.strip())
-    return call if size == len(text.strip()) else None
-
-
-def parse_xml_call(text: str, schemas: Schemas) -> Call | None:
-    """<function=NAME><parameter=KEY>VALUE</parameter>...</function>, as Qwen3-Coder writes it. The
-    schema of the function says which values are texts; others are JSON where they can be.
-    """
-    match = FUNCTION.fullmatch(text)
-    if match is None:
-        return None
-    schema = schemas.get(match[1])
-    properties = schema.get("properties") if isinstance(schema, Mapping) else None
-    properties = properties if isinstance(properties, Mapping) else {}
-    arguments, end = {}, 0
-    for parameter in PARAMETER.finditer(match[2]):
-        if match[2][end : parameter.start()].strip():
-            return None
-        end = parameter.end()
-        value = parameter[2].removeprefix("\n").removesuffix("\n")
-        arguments[parameter[1]] = parse_value(value, properties.get(parameter[1]))
-    return None if match[2][end:].strip() else (match[1], arguments)
-
-
-def parse_value(text: str, schema: Any) -> Any:
-    kinds = schema.get("type") if isinstance(schema, Mapping) else None
-    kinds = kinds if isinstance(kinds, list) else [kinds]
-    if "string" in kinds:
-        return None if text == "null" and "null" in kinds else text
-    lowered = text.strip().lower()
-    if lowered in ("true", "false", "null", "none"):
-        return {"true": True, "false": False}.get(lowered)
-    value, size = decode_json(text.strip())
-    return value if size and size == len(text.strip()) else text
+            rest = rest.removeprefix(self.tag).lstrip()
+        is_list = self.in_list
+        if not is_list and rest.startswith("[") and rest[1:].lstrip().startswith("{"):
+            is_list, rest = True, rest[1:].lstrip()
+        match = None if is_list else MISTRAL_CALL.match(rest)
+        if match is not None:
+            self.reader = ArgumentsReader(self.num_calls, match[1])
+            rest = rest[match.end() :]
+        elif is_list and rest.startswith("{"):
+            self.in_list = True
+            self.reader = ObjectCallReader(self.num_calls)
+        else:
+            return False
+        self.prefix, self.text = self.text[: len(self.text) - len(rest)], rest
+        return True
 
 
 HERMES_TAGS = ("<tool_call>", "</tool_call>")
@@ -229,9 +215,9 @@ PARSERS = tuple(PARSER_TAGS)
 def build_tool_parser(name: str, schemas: Schemas) -> MessageParser:
     """A new parser for one message, by a name of PARSERS."""
     if name == "hermes":
-        return TaggedCallParser(*HERMES_TAGS, parse_json_call)
+        return TaggedCallParser(*HERMES_TAGS, JsonCallReader)
     if name == "qwen3_coder":
-        return TaggedCallParser(*HERMES_TAGS, lambda text: parse_xml_call(text, schemas))
+        return TaggedCallParser(*HERMES_TAGS, lambda index: XmlCallReader(index, schemas))
     if name == "llama3_json":
         return LlamaParser()
     if name == "mistral":
