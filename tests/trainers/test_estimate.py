@@ -351,3 +351,12 @@ def test_caches_of_rollouts_count_while_they_are_sampled():
     larger = replace(estimate, rollout_caches=10**12)
     assert larger.needed == state + 10**12
     assert estimate.needed == replace(estimate, rollout_caches=0).needed
+
+
+def test_weights_of_a_reference_count_once():
+    model = [key for key in MODEL if not key.startswith("dataset_type")]
+    keys = ["use_dpo=true", "dataset_type=hf", "packing=false"]
+    config = load(None, [*model, *keys], environ={}, devices=Devices(1))
+    estimate = estimate_memory(config, find_target("v5p:1x1x1"), compiling=False)
+    assert estimate.weights.device == 4 * estimate.parameters
+    assert estimate.reference.device == 2 * estimate.parameters  # in bfloat16

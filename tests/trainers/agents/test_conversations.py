@@ -282,6 +282,13 @@ def test_calls_of_a_turn_run_at_the_same_time():
     assert time.monotonic() - started < 10
 
 
+def test_calls_that_hang_have_one_deadline():
+    started = time.monotonic()
+    results = Tools([wait], timeout=0.3).run([ToolCall("wait", {"seconds": 30})] * 20)
+    assert set(results) == {"Error: no result within 0.3 seconds"}
+    assert time.monotonic() - started < 20 * 0.3
+
+
 def test_two_tools_of_one_name():
     with pytest.raises(ConfigError, match="two tools have the name 'add'"):
         Tools([add, add])
