@@ -277,6 +277,15 @@ def test_problems_name_the_tensor(bases, tmp_path):
         read_adapter(folder, config)
 
 
+def test_tied_changes_of_head_and_embedding_are_refused(bases, tmp_path):
+    arrays = {"model.embed_tokens.weight": np.ones((67, 16), "float32")}
+    folder = write_folder(
+        tmp_path / "tied", arrays, modules_to_save=["embed_tokens"], ensure_weight_tying=True
+    )
+    with pytest.raises(UserError, match="ensure_weight_tying=true changes the head"):
+        read_adapter(folder, settings_of(bases("Qwen3")))
+
+
 def spec_of(model_name, **keys):
     run = {"model_name": model_name, "max_target_length": 32, "per_device_batch_size": 1}
     config = load(None, from_python(run))
@@ -317,3 +326,13 @@ def test_targets_that_select_nothing_are_refused_with_near_names():
         spec_of("llama3.1-8b", lora_target_modules=["qproj", "v_proj"])
     with pytest.raises(ConfigError, match="matches no layer; the paths are .*attention/query"):
         spec_of("llama3.1-8b", lora_module_path="decoder/.*")
+
+
+def test_dora_of_routed_experts_is_refused():
+    with pytest.raises(ConfigError, match="no magnitudes for routed experts such as layers/0/mlp"):
+        spec_of("mixtral-8x7b", lora_target_modules=["w1"], lora_use_dora=True)
+
+
+def test_experts_that_are_no_modules_are_refused():
+    with pytest.raises(ConfigError, match="experts/wi_0 is a part of a parameter"):
+        spec_of("gpt-oss-20b", lora_module_path="layers/.*/experts/.*")

@@ -64,6 +64,8 @@ def test_ranks_and_alphas_by_pattern_are_those_of_peft():
         ({"lora_bias": True}, "lora_bias=True is not supported"),
         ({"target_parameters": ["experts.down_proj"]}, "target_parameters="),
         ({"init_lora_weights": "pissa_niter_4"}, "changes the base weights"),
+        ({"init_lora_weights": "lora_ga"}, "changes the base weights"),
+        ({"kasa_config": {"beta": 0.1}}, "kasa_config="),
         ({"r": 0}, "r=0 must be a positive number"),
         ({"target_modules": None}, "target_modules=None must be a text or a list"),
     ],

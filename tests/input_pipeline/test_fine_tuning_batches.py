@@ -319,6 +319,13 @@ def test_too_few_pairs(configured):
         make_train_iterator(config, ShardSpec(4))
 
 
+def test_rows_without_learned_tokens_are_not_read_forever(configured):
+    rows = [{"messages": [{"role": "user", "content": "hi"}]}] * 3
+    config = configured(rows, packing=True, num_epoch=2**31 - 1)
+    with pytest.raises(ConfigError, match="has no row with a learned token"):
+        next(make_train_iterator(config, ShardSpec(4)))
+
+
 def test_synthetic_pairs_share_the_prompt(configured):
     config = configured(
         [], use_sft=False, use_dpo=True, packing=False, dataset_type=DatasetType.SYNTHETIC

@@ -49,6 +49,17 @@ def test_steps_and_schedule_are_those_of_the_epochs(run_training, rows):
     check_accuracy(run)
 
 
+@pytest.mark.slow
+def test_steps_repeat_data_that_does_not_fill_a_batch(run_training, rows):
+    """Packed, the seven rows are less than one row of a batch of eight."""
+    keys = dict(override.split("=", 1) for override in rows)
+    keys |= {"packing": "true", "per_device_batch_size": "8", "steps": "2"}
+    keys["max_target_length"] = "512"
+    run = run_training(*(f"{key}={value}" for key, value in keys.items()))
+    assert run.error is None
+    assert run.result.summary["stopped"] == "all steps done"
+
+
 def check_accuracy(run):
     """eval_mean_token_accuracy is that of the logits of the rows, one by one."""
     correct = total = 0

@@ -45,6 +45,18 @@ def adapter_spec(config: MaxTextConfig) -> AdapterSpec | None:
         paths = select_hf(modules, config.lora_target_modules)
     else:
         paths = select_native(modules, config.lora_module_path)
+    experts = [path for path in paths if ROUTED_EXPERTS in path]
+    if config.lora_use_dora and experts:
+        raise ConfigError(
+            f"lora_use_dora=true has no magnitudes for routed experts such as {experts[0]}: leave "
+            "them out of the targets, or set lora_use_dora=false"
+        )
+    nameless = [path for path in experts if path not in modules.by_native]
+    if nameless:
+        raise ConfigError(
+            f"{nameless[0]} is a part of a parameter of its Hugging Face model and no module, so "
+            "no PEFT folder can hold its adapter: leave experts out of the targets"
+        )
     target = AdapterTarget(config.lora_rank, config.lora_alpha or float(config.lora_rank))
     return AdapterSpec(
         targets=tuple((path, target) for path in paths),

@@ -84,6 +84,12 @@ class AdapterReader:
                 problems.append(f"{self.names[name]} {self.misfit(module, kind)}")
         for key, rule in rules.items():
             problems += self.rule_problems(rule, by_rule[key])
+        is_tied = self.modules.config.logits_via_embedding
+        if settings.get("ensure_weight_tying") and is_tied and (embeddings or saved):
+            problems.append(
+                f"ensure_weight_tying=true changes the head together with {(embeddings + saved)[0]}"
+                ", which is not supported"
+            )
         raise_problems(self.source.title, problems)
         targets: dict[str, AdapterTarget] = {}
         tensors: dict[str, np.ndarray] = {}

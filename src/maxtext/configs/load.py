@@ -29,6 +29,7 @@ from maxtext.configs.types.architecture import Architecture
 from maxtext.configs.yaml_loader import YamlLoader
 
 ATTENTION_ALIASES = {"cudnn_flash_te": "cudnn_flash_jax"}  # Transformer Engine is not used here
+UNBOUNDED_EPOCHS = 2**31 - 1
 MAX_UNROLLED_LAYERS = 64  # on GPUs, where layers are unrolled by default
 # keys that only scanned layers read: a user who sets one wants layers to be scanned
 SCAN_KEYS = ("param_scan_axis", "inhomogeneous_layer_cycle_interval")
@@ -156,8 +157,9 @@ def fill_defaults(settings: Layer, environ: Mapping[str, str]) -> None:
         )
     steps, epochs = settings["steps"], settings["num_epoch"]
     if is_fine_tuning and steps.source.is_user and epochs.source.kind == "default":
-        # Data for fine-tuning is small: it is repeated as often as the steps need.
-        settings["num_epoch"] = Setting(steps.value, Source("derived", "steps"))
+        # Data for fine-tuning is small: it is repeated as often as the steps need. An epoch may be
+        # less than a batch, or packed even less than a row.
+        settings["num_epoch"] = Setting(UNBOUNDED_EPOCHS, Source("derived", "steps"))
     if fields.validated("enable_lora", settings["enable_lora"].value) is False:
         for key in Adapters.model_fields.keys() - {"enable_lora", "max_adapters"}:
             settings[key] = sources.base_layer()[key]

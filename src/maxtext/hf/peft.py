@@ -50,9 +50,10 @@ REQUIRED: dict[str, tuple[Any, ...]] = {
     "velora_config": (None,),
     "monteclora_config": (None,),
     "arrow_config": (None,),
+    "kasa_config": (None,),
 }
 # Initializations that also change the base weights: the folder alone does not say the adapter.
-CHANGE_BASE = ("pissa", "olora", "loftq", "corda")
+CHANGE_BASE = ("pissa", "olora", "loftq", "corda", "lora_ga")
 
 
 @dataclass(frozen=True)

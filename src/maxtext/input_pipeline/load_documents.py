@@ -20,6 +20,8 @@ from maxtext.input_pipeline.formats import BadRecord, Record, RecordSource, Unus
 MAX_LOGGED = 5  # bad records that are logged one by one; later only their number is logged
 CHUNK_BYTES = 2**20  # approximate size of the text that is tokenized at once
 MAX_CHUNK_DOCUMENTS = 64
+# Documents without a row before data counts as useless: more than threads read ahead of a slow one
+MIN_READ = 4096
 
 
 def documents_per_chunk(documents: RecordSource) -> int:
@@ -65,15 +67,52 @@ class BadRecords:
         self.lock = threading.Lock()
 
 
+class NothingToLearn:
+    """Raises `error` if documents are read again and none has given a row: further epochs would
+    give none either.
+    """
+
+    def __init__(self, error: ConfigError):
+        self.error = error
+        self.first: int | None = None
+        self.count = 0
+        self.has_rows = False
+
+    def check(self, indices: Sequence[int], rows: Sequence[Any]) -> None:
+        if rows:
+            self.has_rows = True
+        if self.has_rows or not len(indices):
+            return
+        is_repeated = self.first in indices
+        if self.first is None:
+            self.first = indices[0]
+        self.count += len(indices)
+        if is_repeated and self.count >= MIN_READ:
+            raise self.error
+
+
 class LoadDocuments:
     """Maps the indices of documents to their token ids, or to rows of fine-tuning."""
 
-    def __init__(self, documents: RecordSource, encoder: RecordEncoder, bad: BadRecords):
+    def __init__(
+        self,
+        documents: RecordSource,
+        encoder: RecordEncoder,
+        bad: BadRecords,
+        nothing: NothingToLearn | None = None,
+    ):
         self.documents = documents
         self.encoder = encoder
         self.bad = bad
+        self.nothing = nothing
 
     def __call__(self, indices: Sequence[int]) -> list[Any]:
+        rows = self.read(indices)
+        if self.nothing is not None:
+            self.nothing.check(indices, rows)
+        return rows
+
+    def read(self, indices: Sequence[int]) -> list[Any]:
         prepared: list[Any] = []
         for index in indices:
             try:
@@ -95,12 +134,25 @@ class EncodeRecords:
     their source in messages.
     """
 
-    def __init__(self, name: str, encoder: RecordEncoder, bad: BadRecords):
+    def __init__(
+        self,
+        name: str,
+        encoder: RecordEncoder,
+        bad: BadRecords,
+        nothing: NothingToLearn | None = None,
+    ):
         self.name = name
         self.encoder = encoder
         self.bad = bad
+        self.nothing = nothing
 
     def __call__(self, records: Sequence[tuple[int, Record]]) -> list[Any]:
+        rows = self.read(records)
+        if self.nothing is not None:
+            self.nothing.check([number for number, _ in records], rows)
+        return rows
+
+    def read(self, records: Sequence[tuple[int, Record]]) -> list[Any]:
         prepared: list[Any] = []
         for number, record in records:
             try:

@@ -30,6 +30,7 @@ from maxtext.input_pipeline.load_documents import (
     BadRecords,
     EncodeRecords,
     LoadDocuments,
+    NothingToLearn,
     documents_per_chunk,
 )
 from maxtext.input_pipeline.mixture import documents_read, mix_orders
@@ -110,7 +111,8 @@ def document_batches(
     if len(components) == 1:
         # Chunks end with the epoch, so that a position is valid for any num_epoch.
         chunks = orders[0].batch(size, batch_fn=list).repeat(epochs)
-        loaded = chunks.map(LoadDocuments(components[0].documents, encoder, bad))
+        nothing = NothingToLearn(no_rows(config, shard, named_by))
+        loaded = chunks.map(LoadDocuments(components[0].documents, encoder, bad, nothing))
     else:
         mixture = mix_orders(
             orders,
@@ -153,7 +155,8 @@ def record_batches(
     epochs.
     """
     encoder = shared_encoder(config, split)
-    encode = EncodeRecords(named_by, encoder, BadRecords(config.max_bad_records))
+    nothing = NothingToLearn(no_rows(config, shard, named_by))
+    encode = EncodeRecords(named_by, encoder, BadRecords(config.max_bad_records), nothing)
     chunks = records.batch(MAX_CHUNK_DOCUMENTS, batch_fn=list).map(encode)
     settings = {"stream": shard.index, "streams": shard.count, **settings, **encoder.adds()}
     return to_token_batches(config, split, shard, chunks, settings, named_by)
@@ -320,6 +323,24 @@ def long_documents(config: MaxTextConfig, packing: str | None) -> LongDocuments:
     return LongDocuments.WHOLE if packing == "concat_then_split" else LongDocuments.SPLIT
 
 
+def no_rows(config: MaxTextConfig, shard: ShardSpec, named_by: str) -> ConfigError:
+    """The error for data of which nothing can be learned."""
+    where = stream_of(shard)
+    if config.use_grpo:
+        return ConfigError(
+            f"{named_by} has no prompt of at most max_prefill_predict_length="
+            f"{config.max_prefill_predict_length} tokens{where}: raise it, or add shorter prompts"
+        )
+    documents = (
+        "row with a learned token" if is_fine_tuning(config) else "document of two tokens or more"
+    )
+    return ConfigError(f"{named_by} has no {documents}{where}, so nothing to predict")
+
+
+def stream_of(shard: ShardSpec) -> str:
+    return f" for stream {shard.index} of {shard.count}" if shard.count > 1 else ""
+
+
 def too_little_data(
     config: MaxTextConfig, split: Split, shard: ShardSpec, chunks: Any, named_by: str
 ) -> ConfigError:
@@ -328,19 +349,9 @@ def too_little_data(
     length, min_rows = config.max_target_length, shard.min_rows or shard.rows
     used = sum(min(count, length) for count in pairs) if config.use_truncation else sum(pairs)
     cut = sum(pairs) - used
-    where = f" for stream {shard.index} of {shard.count}" if shard.count > 1 else ""
-    if config.use_grpo and not pairs:
-        return ConfigError(
-            f"{named_by} has no prompt of at most max_prefill_predict_length="
-            f"{config.max_prefill_predict_length} tokens{where}: raise it, or add shorter prompts"
-        )
-    if split is Split.EVAL or (not used and not config.use_grpo):
-        documents = (
-            "row with a learned token"
-            if is_fine_tuning(config)
-            else "document of two tokens or more"
-        )
-        return ConfigError(f"{named_by} has no {documents}{where}, so nothing to predict")
+    where = stream_of(shard)
+    if not pairs or split is Split.EVAL or (not used and not config.use_grpo):
+        return no_rows(config, shard, named_by)
     if config.use_grpo:
         return ConfigError(
             f"{named_by} has {len(pairs)} prompts in num_epoch={config.num_epoch}{where}, but one "

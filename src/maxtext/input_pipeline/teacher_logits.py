@@ -70,7 +70,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise UserError(
+        raise ConfigError(
             f"{folder} holds no logits of a teacher (neither {MANIFEST} nor ArrayRecord files can "
             "be read): write them with `maxtext distill-logits`"
         ) from error

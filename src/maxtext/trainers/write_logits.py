@@ -48,6 +48,8 @@ def write_logits(
         raise ConfigError("distill-logits runs in one process")
     if not config.load_parameters_path:
         raise ConfigError("there is no teacher: set load_parameters_path=DIR")
+    if config.source("num_epoch").kind == "derived":  # repeated rows have the same logits
+        config = config.model_copy(update={"num_epoch": 1})
     context = RunContext.from_config(config)
     create_folder(
         folder,
