@@ -8,12 +8,13 @@ import pytest
 
 import maxtext
 from maxtext.checkpoint.open import open_checkpoint
+from maxtext.checkpoint.peft_folder import adapter_folders
 from maxtext.cli.batch import newest_step
 from maxtext.cli.generation import resolve_model
 from maxtext.cli.main import main
 from maxtext.cli.train import open_model_checkpoint
 from maxtext.common import hub
-from maxtext.common.errors import ConfigError, MissingExtra
+from maxtext.common.errors import ConfigError, MissingExtra, UserError
 from maxtext.configs.sources import from_overrides
 from maxtext.trainers.tune import model_overrides
 
@@ -94,6 +95,28 @@ def test_every_command_that_takes_a_folder_takes_a_name(cache, capsys):
 def test_a_model_is_loaded_by_its_name(cache):
     llm = maxtext.LLM.load("org/tiny", dtype="float32", attention="dot_product")
     assert llm.logits([1, 2, 3]).shape == (3, 64)
+
+
+def test_adapters_have_names_on_the_hub(cache, snapshot, tmp_path, capsys):
+    """The name of an adapter is the part after the slash. A missing one is an error before the
+    model is loaded.
+    """
+    repository = tmp_path / "hub" / "models--org--sql"
+    folder = repository / "snapshots" / COMMIT
+    folder.mkdir(parents=True)
+    (folder / "adapter_config.json").write_text("{}")
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(COMMIT)
+    assert adapter_folders("org/sql") == adapter_folders("org/sql@main") == {"sql": folder}
+    with pytest.raises(ConfigError, match="neither a PEFT adapter nor a folder of them"):
+        adapter_folders("org/tiny")
+    for adapters in (["org/sql"], {"name": "org/sql@main"}):
+        with pytest.raises(UserError, match=str(folder)):  # the adapter is read, and is empty
+            maxtext.LLM.load(snapshot, adapters=adapters)
+    assert main(["chat", str(snapshot), "--adapter", "org/none"]) == 2
+    message = capsys.readouterr().err
+    assert "hf download org/none" in message
+    assert str(tmp_path / "hub" / "models--org--none") in message
 
 
 def test_offline_the_error_says_what_to_copy_where(cache, tmp_path, capsys):

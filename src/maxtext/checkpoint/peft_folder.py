@@ -17,6 +17,7 @@ from maxtext.checkpoint.safetensors_writer import write_folder
 from maxtext.checkpoint.tensors import TensorInfo, raise_problems
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.common.files import local_path, read_json_object
+from maxtext.common.hub import find_folder, model_name
 from maxtext.configs.types import MaxTextConfig
 from maxtext.hf import peft
 from maxtext.layers.adapters import EMBEDDER, HEAD, AdapterSpec, AdapterTarget
@@ -339,11 +340,13 @@ def scales_to_alpha(spec: AdapterSpec, scale: float, rank: int, present: Sequenc
     return scale * (rank**0.5 if spec.rslora else rank)
 
 
-def adapter_folders(path: str | os.PathLike) -> dict[str, Path]:
-    """The adapters at a path by name: one PEFT folder, or the PEFT folders in it."""
-    folder = local_path(path)
+def adapter_folders(path: str | os.PathLike, access_token: str | None = None) -> dict[str, Path]:
+    """The adapters at a path by name: one PEFT folder, or the PEFT folders in it; `org/name` of the
+    Hugging Face Hub is the adapter `name`.
+    """
+    folder = find_folder(path, access_token)
     if is_adapter_folder(folder):
-        return {folder.name: folder}
+        return {model_name(os.fspath(path)): folder}
     folders = {
         child.name: child
         for child in sorted(folder.iterdir() if folder.is_dir() else [])

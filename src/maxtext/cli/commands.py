@@ -172,7 +172,8 @@ DIR                          a Hugging Face folder or org/name of its Hub, a con
 --host HOST, --port PORT     address (127.0.0.1, 8000); port 0 takes a free one
 --uds PATH                   a unix socket instead
 --served-model-name NAME ... names that requests may use (the name of DIR)
---adapter DIR                a PEFT adapter, or a folder of adapters: each is a model of its name
+--adapter DIR                a PEFT adapter (a folder, or org/name of the Hub), or a folder of
+                             adapters: each is a model of its name
 --api-key KEY ...            keys, one of which a request needs (MAXTEXT_API_KEY)
 --cors ORIGIN ...            pages that may use the server from a browser (none)
 --max-queue N                requests that may wait for a slot (1024)

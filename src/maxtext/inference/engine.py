@@ -25,7 +25,7 @@ from maxtext.inference.cache_config import (
     make_cache_config,
 )
 from maxtext.inference.executor import Executor
-from maxtext.inference.grammar import GrammarMatcher
+from maxtext.inference.grammar import FAILURE, GrammarMatcher
 from maxtext.inference.logprobs import Logprobs, TokenLogprobs, to_host
 from maxtext.inference.programs import NO_TOKEN, NONFINITE_LOGITS, Programs, Sampled
 from maxtext.inference.requests import GenerationRequest
@@ -343,7 +343,7 @@ class InferenceEngine:
             elif sequence.grammar.error or not sampled_tokens:
                 finish_reason = "error"
                 reason = sequence.grammar.error or "no token may follow"
-                error = f"the grammar of the request cannot be followed: {reason}"
+                error = f"{FAILURE}: {reason}"
         if finish_reason:
             self.finish(sequence, finish_reason)
         count = sequence.params.logprobs

@@ -23,6 +23,8 @@ from maxtext.tokenizers.token_bytes import concatenates, text_bytes
 FEATURE = "structured output"
 WORD_BITS = 32  # of a mask
 MAX_CACHED = 128  # compiled grammars
+MAX_REASON = 300  # characters of an error
+FAILURE = "the grammar of the request cannot be followed"  # while tokens are sampled
 # One blank at most between the parts of a JSON text: with any number of them, a weak model would
 # write blanks up to its limit.
 JSON_OPTIONS = {"whitespace_pattern": " ?"}
@@ -55,7 +57,7 @@ class GrammarMatcher:
     @property
     def error(self) -> str:
         """Why the grammar cannot go on, such as a limit of its parser; empty if it can."""
-        return self.inner.get_error() if self.inner.is_error() else ""
+        return read_error(self.inner)
 
 
 def fill_masks(matchers: Sequence[GrammarMatcher], rows: Sequence[int], masks: np.ndarray) -> None:
@@ -123,13 +125,22 @@ class GrammarCompiler:
             if constraint.preamble:
                 grammar = append_grammar(constraint.preamble, grammar)
             matcher = create(self.tokenizer, grammar, log_level=0, limits=self.limits)
-            error = matcher.get_error() if matcher.is_error() else ""
+            # A grammar that refers to itself without end is only found by its first mask.
+            first = matcher.deep_copy()
+            first.compute_bitmask()
+            error = read_error(first)
         except (ValueError, RecursionError) as caught:
-            error = str(caught)
+            error = " ".join(str(caught).split())
         if error:
-            reason = " ".join(error.split())[:300]
-            raise RequestError(f"{constraint.param} cannot be compiled: {reason}", constraint.param)
+            message = f"{constraint.param} cannot be compiled: {error[:MAX_REASON]}"
+            raise RequestError(message, constraint.param)
         return matcher
+
+
+def read_error(matcher: Any) -> str:
+    """The error of a matcher of llguidance on one line; empty if it has none."""
+    error = matcher.get_error() if matcher.is_error() else ""
+    return " ".join(error.replace("<non-verbose/>", "").split())
 
 
 def append_grammar(preamble: str, grammar: str) -> str:

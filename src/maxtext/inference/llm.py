@@ -113,8 +113,8 @@ class LLM(AdapterMethods):
         """Open a Hugging Face folder, a native folder, a run's checkpoints, or `org/name` of the
         Hugging Face Hub (`org/name@revision`); the name of a model gives random weights.
 
-        `adapters` are PEFT folders: a list, which gives them the names of their folders, or a dict
-        by name.
+        `adapters` are PEFT folders or names of the Hub: a list, which gives them the names of
+        their folders, or a dict by name.
 
         Keywords are configuration keys: dtype, weight_dtype, attention, ici_tensor_parallelism …
         Layers are unrolled unless scan_layers=True, and weights that are bfloat16 on disk stay so

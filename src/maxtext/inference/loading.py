@@ -17,7 +17,8 @@ from maxtext.checkpoint.quantized import load_model, quantized_weight_dtype
 from maxtext.checkpoint.tensors import Progress, TensorSource
 from maxtext.checkpoint.weights import ModelWeights, ParamInfo
 from maxtext.common.errors import ConfigError
-from maxtext.common.files import local_path, read_json_object
+from maxtext.common.files import read_json_object
+from maxtext.common.hub import find_folder, model_name
 from maxtext.configs import provenance
 from maxtext.configs.load import peek_setting
 from maxtext.configs.provenance import Layer, Setting
@@ -122,17 +123,22 @@ def load_weights(
 
 
 def read_adapters(config: MaxTextConfig, folders: Folders) -> dict[str, Adapter]:
-    """The adapters of PEFT folders by name; by default those at lora_input_adapters_path."""
+    """The adapters of PEFT folders, or of `org/name` of the Hugging Face Hub, by name; by default
+    those at lora_input_adapters_path.
+    """
+    token = config.hf_access_token
     if folders is None:
         path = config.lora_input_adapters_path
-        folders = adapter_folders(path) if path else {}
+        folders = adapter_folders(path, token) if path else {}
     if not isinstance(folders, Mapping):
-        names = [local_path(folder).resolve().name for folder in folders]
+        names = [model_name(os.fspath(folder)) for folder in folders]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
             raise ConfigError(f"two adapters are called {twice}: name them in a dict")
         folders = dict(zip(names, folders, strict=True))
-    return {name: read_adapter(folder, config) for name, folder in folders.items()}
+    return {
+        name: read_adapter(find_folder(folder, token), config) for name, folder in folders.items()
+    }
 
 
 def merge_model(

@@ -33,6 +33,14 @@ REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 
+class TemplateRefusal(UserError):
+    """A conversation that a template cannot render. The message shows it; `reason` does not."""
+
+    def __init__(self, message: str, reason: str):
+        super().__init__(message)
+        self.reason = reason
+
+
 @dataclass(frozen=True)
 class ChatTemplate:
     """`origin`: where the template comes from, for error messages."""
@@ -100,8 +108,9 @@ class ChatTemplate:
         ]
 
     def refusal(self, messages: Messages, error: TemplateFailure) -> UserError:
-        return UserError(
-            f"the chat template of {self.origin} refuses {short_repr(messages)}: {error}"
+        return TemplateRefusal(
+            f"the chat template of {self.origin} refuses {short_repr(messages)}: {error}",
+            reason=str(error),
         )
 
 

@@ -137,6 +137,24 @@ def test_required_calls_of_a_random_model_validate(http):
         assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("constraint", "param"),
+    [
+        ({"json": {"$ref": "#"}}, "structured_outputs"),
+        ({"grammar": 'start: start "a"'}, "structured_outputs"),
+        ({"regex": "a?" * 500 + "a" * 500}, None),  # it exceeds a limit while it is followed
+    ],
+)
+def test_grammar_that_cannot_be_followed_is_an_error_of_the_client(http, constraint, param, stream):
+    body = {"messages": MESSAGES, "structured_outputs": constraint, "stream": stream}
+    response = http.post(CHAT, json=body)
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert (error["type"], error["param"]) == ("invalid_request_error", param)
+    assert "\n" not in error["message"]
+
+
 def respond(client, text, **fields):
     fields = {"model": "tiny", "input": "Hi", "extra_body": forced(text), **fields}
     fields["extra_body"] = {

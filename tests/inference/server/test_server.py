@@ -259,8 +259,10 @@ def test_template_variables_and_errors(http, model):
     assert choice["token_ids"] == greedy(model, [5, 12, 7, 9], 3)[0]
     robots = [{"role": "robot", "content": "w5"}]
     response = http.post("/v1/chat/completions", json={"messages": robots})
-    assert "no robots" in check_error(response, 400, param="messages")["message"]
-    for name in ("bos_token", "sep_token"):  # the tokenizer has no sep_token
+    message = check_error(response, 400, param="messages")["message"]
+    assert "no robots" in message
+    assert "{'role'" not in message  # no objects of Python
+    for name in ("bos_token", "sep_token", "self"):  # the tokenizer has no sep_token
         wrong = {"messages": MESSAGES, "chat_template_kwargs": {name: "x"}}
         response = http.post("/v1/chat/completions", json=wrong)
         check_error(response, 400, param="chat_template_kwargs")
@@ -381,6 +383,8 @@ def test_cors(server):
         for origin, allowed in (("http://page.test", True), ("http://evil.test", False)):
             response = bare.options("/v1/completions", headers={"Origin": origin, **ask})
             assert (response.headers.get("access-control-allow-origin") == origin) == allowed
+            if not allowed:
+                check_error(response, 400)
 
 
 def test_metrics_count_exactly(http):

@@ -11,7 +11,6 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
-from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
@@ -31,7 +30,12 @@ from maxtext.inference.server.events import (
 from maxtext.inference.server.fields import ApiRequest, RequestParser
 from maxtext.inference.server.generate import ResponseWriter
 from maxtext.inference.server.metrics import ServerMetrics
-from maxtext.inference.server.middleware import KeyMiddleware, RequestMiddleware, is_request_id
+from maxtext.inference.server.middleware import (
+    CorsMiddleware,
+    KeyMiddleware,
+    RequestMiddleware,
+    is_request_id,
+)
 from maxtext.inference.server.model import ServedModel
 from maxtext.inference.server.page import ChatPage
 from maxtext.inference.server.response_events import ResponsesWriter
@@ -89,7 +93,7 @@ def build_app(model: ServedModel, options: ServerOptions) -> FastAPI:
         )
     if options.cors_origins:
         app.add_middleware(
-            CORSMiddleware,
+            CorsMiddleware,
             allow_origins=list(options.cors_origins),
             allow_methods=["*"],
             allow_headers=["*"],

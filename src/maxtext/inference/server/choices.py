@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from maxtext.inference.grammar import FAILURE
 from maxtext.inference.logprobs import TokenLogprobs
 from maxtext.inference.requests import Completion, CompletionDelta
 from maxtext.inference.server.errors import SERVER_ERROR, ApiError
@@ -203,6 +204,8 @@ def finish(completion: Completion | None) -> Json:
         return {"finish_reason": None}
     if completion.finish_reason not in FINISH_REASONS:
         message = completion.error or "the completion failed"
+        if message.startswith(FAILURE):  # the client would repeat a request with another status
+            raise ApiError(400, message, code="completion_failed")
         raise ApiError(500, message, SERVER_ERROR, code="completion_failed")
     return {
         "finish_reason": FINISH_REASONS[completion.finish_reason],

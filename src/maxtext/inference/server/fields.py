@@ -23,6 +23,7 @@ from maxtext.inference.server.reasoning import Reasoning
 from maxtext.inference.server.tools import ToolOptions, parse_tools
 from maxtext.inference.structured_outputs import StructuredOutputs, parse_response_format
 from maxtext.inference.validation import RequestError, check_range, check_whole_number, shorten
+from maxtext.tokenizers.chat import TemplateRefusal
 
 DEFAULT_TEMPERATURE = 1.0  # of requests, unless generation_config.json has another
 SAMPLING_FIELDS = (
@@ -98,6 +99,7 @@ CHAT_FIELDS = frozenset(
         *COMMON_FIELDS,
     )
 )
+MAX_MESSAGE = 1000  # characters of an error of the template
 DEFAULT_MAX_TOKENS = 16  # of completions; of chats, what the maximum length leaves
 
 
@@ -266,8 +268,11 @@ class RequestParser:
             return self.model.render_chat(messages, variables, add_prompt, continues)
         except RequestError:
             raise
-        except UserError as error:  # of the template
-            raise RequestError(str(error), "messages") from error
+        except TemplateRefusal as error:
+            message = f"the chat template of this model refuses the messages: {error.reason}"
+            raise RequestError(message[:MAX_MESSAGE], "messages") from error
+        except UserError as error:  # the template cannot be run
+            raise RequestError(str(error)[:MAX_MESSAGE], "messages") from error
 
     def check_names(self, body: Body, known: frozenset[str]) -> tuple[str, ...]:
         """The names of fields that are ignored. Raises RequestError for fields that would change

@@ -1,4 +1,4 @@
-"""ASGI middleware: the id of a request, API keys, and counts of responses.
+"""ASGI middleware: the id of a request, API keys, CORS, and counts of responses.
 
 It is plain ASGI, since starlette's `BaseHTTPMiddleware` would hide from a response that the client
 has left.
@@ -11,6 +11,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
 
 from maxtext.common.log import LOGGER
 from maxtext.inference.server.errors import ApiError
@@ -73,6 +75,21 @@ class RequestMiddleware:
             self.metrics.count_http(path, status)
             if self.log_requests:
                 LOGGER.info("%s %s %s %d", state["request_id"], scope["method"], path, status)
+
+
+class CorsMiddleware(CORSMiddleware):
+    """Refuses preflight requests in the envelope of all errors."""
+
+    def preflight_response(self, request_headers: Headers) -> Response:
+        response = super().preflight_response(request_headers)
+        if response.status_code == 200:
+            return response
+        text = bytes(response.body).decode()
+        error = error_response(ApiError(response.status_code, f"{text[:1].lower()}{text[1:]}"))
+        for name, value in response.headers.items():
+            if name not in ("content-length", "content-type"):
+                error.headers[name] = value
+        return error
 
 
 class KeyMiddleware:

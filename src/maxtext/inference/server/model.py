@@ -18,7 +18,7 @@ from maxtext.tokenizers.token_bytes import text_bytes
 SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 # Variables of a template that a request may not set by chat_template_kwargs, special tokens also
 # where the tokenizer has none of this kind.
-RESERVED_VARIABLES = {"messages", "tools", "documents", "add_generation_prompt"}
+RESERVED_VARIABLES = {"messages", "tools", "documents", "add_generation_prompt", "self"}
 RESERVED_VARIABLES |= {
     f"{kind}_token" for kind in ("bos", "eos", "pad", "unk", "sep", "cls", "mask")
 }
