@@ -4,7 +4,7 @@ import pytest
 
 from maxtext.cli.main import main
 from tests.compiling import cpu_devices
-from tests.e2e.forked import ForkedProcess
+from tests.forked import ForkedProcess
 
 TINY = [
     "base_emb_dim=32", "base_num_query_heads=4", "base_num_kv_heads=2", "head_dim=8",

@@ -12,7 +12,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from maxtext.cli.main import main
 from maxtext.common.log import LOGGER
-from tests.e2e.forked import ForkedProcess
+from tests.forked import ForkedProcess
 
 TINY = [
     "base_emb_dim=32", "base_num_query_heads=4", "base_num_kv_heads=2", "head_dim=8",

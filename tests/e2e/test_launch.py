@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from tests.compiling import cpu_devices
-from tests.e2e.forked import ForkedProcess
+from tests.forked import ForkedProcess
 
 # One layer and few tokens: what these tests wait for is the start of their processes.
 SMALL = [

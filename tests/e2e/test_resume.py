@@ -20,7 +20,7 @@ import pytest
 from maxtext.checkpoint.saved_step import SavedStep
 from maxtext.checkpoint.steps import all_steps
 from tests.compiling import cpu_devices
-from tests.e2e.forked import ForkedProcess
+from tests.forked import ForkedProcess
 
 pytestmark = pytest.mark.slow
 

@@ -5,8 +5,6 @@ and how much memory the initialization of quantized random weights takes.
 """
 
 import json
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +12,6 @@ import numpy as np
 
 from maxtext import LLM
 from maxtext.kernels.weight_only import QuantizedWeight
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.sharding.layouts import LAYOUTS, MODELS
 
 ROWS, LENGTH = 8, 8

@@ -2,9 +2,6 @@
 
 import copy
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +14,7 @@ from maxtext.cli import convert, inspect
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.inference import GenerationRequest, SamplingParams
 from tests.compiling import cpu_devices
+from tests.forked import run_python
 
 torch = pytest.importorskip("torch")
 peft = pytest.importorskip("peft")
@@ -190,14 +188,8 @@ def test_refuses_wrong_adapters_in_one_sentence(folder, folders, ids, tmp_path):
 @pytest.mark.slow
 def test_eight_devices_give_the_logits_of_one(folder, folders, served, ids, tmp_path):
     np.save(tmp_path / "ids.npy", ids[:2])
-    environment = os.environ | cpu_devices(8) | {"PYTHONPATH": str(ROOT)}
-    command = [
-        sys.executable, "-m", "tests.inference.eight_adapters", str(folder), str(folders),
-        str(tmp_path),
-    ]  # fmt: skip
-    done = subprocess.run(
-        command, capture_output=True, text=True, env=environment, cwd=ROOT, check=False
-    )
+    paths = map(str, (folder, folders, tmp_path))
+    done = run_python("-m", "tests.inference.eight_adapters", *paths, environment=cpu_devices(8))
     assert done.returncode == 0, done.stderr
     for name in KINDS:
         logits = np.load(tmp_path / f"{name}.npy")

@@ -3,9 +3,6 @@ invalid calls.
 """
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from itertools import zip_longest
 
@@ -18,6 +15,7 @@ from maxtext.inference import GenerationRequest, SamplingParams
 from maxtext.inference.executor import Executor
 from maxtext.layers.context import REFERENCE
 from tests.compiling import cpu_devices
+from tests.forked import run_python
 
 torch = pytest.importorskip("torch")
 FEW = pytest.mark.usefixtures("few_programs")
@@ -388,10 +386,8 @@ def test_on_several_devices(llm, folder, ids):
         "out = llm.generate(ids, 4, ignore_eos=True).tolist()\n"
         "print(json.dumps({'logits': np.asarray(llm.logits(ids)).tolist(), 'tokens': out}))\n"
     )
-    command = [sys.executable, "-c", script, str(folder), json.dumps(ids.tolist())]
-    done = subprocess.run(
-        command, capture_output=True, text=True, env=os.environ | cpu_devices(8), check=False
-    )
+    args = (str(folder), json.dumps(ids.tolist()))
+    done = run_python("-c", script, *args, environment=cpu_devices(8))
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     np.testing.assert_allclose(result["logits"], llm.logits(ids), atol=1e-5)

@@ -1,10 +1,6 @@
 """Models with quantized weights: their logits and their size, on one device and on eight."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +14,7 @@ from maxtext.kernels.weight_only import QuantizedWeight
 from maxtext.models.configuration import load
 from maxtext.trainers.run_context import RunContext
 from tests.compiling import cpu_devices
+from tests.forked import run_python
 from tests.inference.eight_quantized import CASES
 
 FLOAT32 = {
@@ -160,13 +157,7 @@ def test_training_refuses_quantized_weights():
 @pytest.fixture(scope="module")
 def eight():
     """The output of the script."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(Path(__file__).parent / "eight_quantized.py")],
-        capture_output=True,
-        text=True,
-        timeout=1800,
-        env=os.environ | cpu_devices(8),
-    )
+    done = run_python("-m", "tests.inference.eight_quantized", environment=cpu_devices(8))
     assert done.returncode == 0, done.stderr[-4000:]
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 

@@ -1,14 +1,12 @@
 """The engine gives the same tokens on one device and sharded over eight."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.compiling import cpu_devices
+from tests.forked import run_python
 from tests.inference import eight_engines
 
 pytestmark = pytest.mark.usefixtures("few_programs")
@@ -17,11 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.slow
 def test_eight_devices_give_the_tokens_of_one():
-    environment = os.environ | cpu_devices(8) | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "tests.inference.eight_engines"]
-    done = subprocess.run(
-        command, capture_output=True, text=True, env=environment, cwd=ROOT, check=False
-    )
+    done = run_python("-m", "tests.inference.eight_engines", environment=cpu_devices(8))
     assert done.returncode == 0, done.stderr
     outputs = json.loads(done.stdout.splitlines()[-1])
     single_device = {

@@ -67,4 +67,4 @@ def errors(case):
 
 
 if __name__ == "__main__":
-    print(json.dumps([errors(case) for case in json.loads(sys.stdin.read())]))
+    print(json.dumps([errors(case) for case in json.loads(sys.argv[1])]))

@@ -3,14 +3,11 @@ attention.
 """
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from tests.compiling import cpu_devices
+from tests.forked import run_python
 
 CASES = {
     "rows and heads": {"mesh": {"fsdp": 2, "tensor": 2}, "heads": 4, "kv_heads": 2},
@@ -27,14 +24,8 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def errors():
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(Path(__file__).parent / "run_flash.py")],
-        input=json.dumps(list(CASES.values())),
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=os.environ | cpu_devices(8),
-    )
+    cases = json.dumps(list(CASES.values()))
+    done = run_python("-m", "tests.layers.run_flash", cases, environment=cpu_devices(8))
     assert done.returncode == 0, done.stderr[-3000:]
     return dict(zip(CASES, json.loads(done.stdout.splitlines()[-1]), strict=True))
 

@@ -4,9 +4,6 @@ layout.
 
 import json
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +13,7 @@ from maxtext.configs.derive import Devices
 from maxtext.models.common import moe_spec, router_spec
 from maxtext.models.configuration import load
 from tests.compiling import cpu_devices
+from tests.forked import run_python
 from tests.layers.eight_experts import (
     BATCH,
     CASES,
@@ -50,14 +48,7 @@ def eight(request):
         if item.module is request.module and hasattr(item, "callspec")
     }
     names = [name for name in CASES if name in tested or name not in FURTHER]
-    paths = {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(Path(__file__).parent / "eight_experts.py"), *names],
-        capture_output=True,
-        text=True,
-        timeout=1800,
-        env=os.environ | cpu_devices(8) | paths,
-    )
+    done = run_python("-m", "tests.layers.eight_experts", *names, environment=cpu_devices(8))
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout.splitlines()[-1])
 

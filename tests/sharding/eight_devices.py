@@ -56,7 +56,7 @@ def train(overrides, batch, path):
 
 
 if __name__ == "__main__":
-    job = json.loads(sys.stdin.read())
+    job = json.loads(sys.argv[1])
     batch = {name: np.asarray(field, np.int32) for name, field in job["batch"].items()}
     results = {
         "devices": len(jax.devices()),

@@ -4,15 +4,13 @@ rules; each test_layouts_*.py runs one model.
 """
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.compiling import cpu_devices
+from tests.forked import run_python
 from tests.sharding.layouts import LAYOUTS, PLAIN, REFUSED
 from tests.tolerance import FACTOR, ULP
 
@@ -87,13 +85,8 @@ def parameters(model: str) -> list[Any]:
 
 def run(model: str, layouts: list[str]) -> dict[str, dict]:
     """Run layouts in a separate process; returns reports by layout."""
-    result = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.sharding.run_layouts", model, *layouts],
-        capture_output=True,
-        text=True,
-        timeout=1800,
-        cwd=ROOT,
-        env=os.environ | cpu_devices(8),
+    result = run_python(
+        "-m", "tests.sharding.run_layouts", model, *layouts, environment=cpu_devices(8)
     )
     assert result.returncode == 0, result.stderr[-4000:]
     reports = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]

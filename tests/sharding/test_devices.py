@@ -1,10 +1,6 @@
 """Meshes of eight devices, and training steps that equal those of a single device."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -21,6 +17,7 @@ from maxtext.trainers.init_state import initial_state
 from maxtext.trainers.objective import LanguageModel
 from maxtext.trainers.run_context import RunContext
 from tests.compiling import cpu_devices
+from tests.forked import run_python
 
 ROWS, LENGTH = 8, 16
 MODEL = [
@@ -77,13 +74,8 @@ def eight(tmp_path_factory):
         "batch": {name: field.tolist() for name, field in batch().items()},
         "path": str(file),
     }
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(Path(__file__).parent / "eight_devices.py")],
-        input=json.dumps(job),
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=os.environ | cpu_devices(8),
+    done = run_python(
+        "-m", "tests.sharding.eight_devices", json.dumps(job), environment=cpu_devices(8)
     )
     assert done.returncode == 0, done.stderr[-4000:]
     results = json.loads(done.stdout.splitlines()[-1])

@@ -1,10 +1,6 @@
 """Trainer and sampler on their own devices: the split, the sync of weights, and equal runs."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -16,6 +12,7 @@ from maxtext.configs.types.rl import RLHardware
 from maxtext.trainers.device_split import sampler_parallelism, split_devices
 from maxtext.trainers.weight_sync import WeightSync
 from tests.compiling import cpu_devices
+from tests.forked import run_python
 from tests.trainers.test_distillation import save_llama
 from tests.trainers.test_grpo import BYTES
 
@@ -117,16 +114,7 @@ ONE_EACH = {
 
 def run_devices(base, count, *runs):
     """The results of runs in a process with this number of devices."""
-    root = Path(__file__).parents[2]
-    paths = [str(root / "src"), str(root)]
-    environ = os.environ | cpu_devices(count) | {"PYTHONPATH": os.pathsep.join(paths)}
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(base), json.dumps(runs)],
-        env=environ,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run_python("-c", SCRIPT, str(base), json.dumps(runs), environment=cpu_devices(count))
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"rewards')]
 

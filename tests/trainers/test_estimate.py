@@ -3,8 +3,6 @@ extrapolations against compiled programs."""
 
 import json
 import os
-import subprocess
-import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -32,6 +30,7 @@ from maxtext.trainers.estimate import (
     estimate_memory,
     suggest_plans,
 )
+from tests.forked import run_python
 
 LAYERS, ROWS, LENGTH, WIDTH, HEADS, GROUPS, HEAD, INNER, VOCAB = 2, 4, 32, 48, 4, 2, 8, 80, 112
 MODEL = [
@@ -257,9 +256,7 @@ def compiled():
         "ici_fsdp_parallelism=4",
         "ici_tensor_parallelism=2",
     ]
-    result = subprocess.run(
-        [sys.executable, "-c", COMPARE, *overrides], capture_output=True, text=True
-    )
+    result = run_python("-c", COMPARE, *overrides, environment={})
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout.splitlines()[-1])
 
