@@ -1,12 +1,11 @@
 """`maxtext estimate` as a person meets it."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 
 from maxtext.cli.main import main
+from tests.forked import run_python
 
 TINY = [
     "base_emb_dim=32", "base_num_query_heads=4", "base_num_kv_heads=2", "head_dim=8",
@@ -115,8 +114,7 @@ def test_mistakes(name, capsys):
 @pytest.mark.slow
 def test_compiled_for_eight_devices():
     words = [*TINY, "ici_fsdp_parallelism=4", "ici_tensor_parallelism=2", "--target", "cpu:8"]
-    line = [sys.executable, "-m", "maxtext", "estimate", *words]
-    result = subprocess.run(line, capture_output=True, text=True)
+    result = run_python("-m", "maxtext", "estimate", *words, environment={})
     assert result.returncode == 0, result.stderr
     assert "default on cpu:8 (8 x cpu): fsdp 4, tensor 2; 2 x 32 tokens a device" in result.stdout
     for part in (

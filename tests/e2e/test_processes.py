@@ -1,18 +1,16 @@
 """Runs in processes of their own: signals, and more devices than this machine has."""
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
 
 from maxtext.checkpoint.steps import all_steps
+from tests.compiling import cpu_devices
 
 # Two matmuls: steps are so short that a signal arrives among thousands of them.
-from tests.compiling import cpu_devices
+from tests.forked import run_python
 
 QUICK = (
     "decoder_block=simple",
@@ -100,10 +98,7 @@ def batches(tmp_path_factory):
         "max_target_length=32", "per_device_batch_size=0.5", "packing=false", "base_emb_dim=32",
         "grain_num_threads=2", "eval_interval=1", *QUICK,
     ]  # fmt: skip
-    environment = os.environ | {"JAX_PLATFORMS": "cpu"} | TWO_DEVICES
-    result = subprocess.run(
-        [sys.executable, "-c", LOADERS, *overrides], capture_output=True, text=True, env=environment
-    )
+    result = run_python("-c", LOADERS, *overrides, environment=TWO_DEVICES)
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout.splitlines()[-1])
 

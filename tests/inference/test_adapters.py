@@ -3,7 +3,6 @@
 import copy
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,7 +19,6 @@ torch = pytest.importorskip("torch")
 peft = pytest.importorskip("peft")
 
 pytestmark = pytest.mark.usefixtures("few_programs")
-ROOT = Path(__file__).parents[2]
 SETTINGS = dict(
     dtype="float32", weight_dtype="float32", matmul_precision="highest", attention="dot_product"
 )

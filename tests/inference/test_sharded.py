@@ -1,7 +1,6 @@
 """The engine gives the same tokens on one device and sharded over eight."""
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -10,7 +9,6 @@ from tests.forked import run_python
 from tests.inference import eight_engines
 
 pytestmark = pytest.mark.usefixtures("few_programs")
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow

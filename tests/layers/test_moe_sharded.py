@@ -4,7 +4,6 @@ layout.
 
 import json
 import math
-from pathlib import Path
 
 import pytest
 
@@ -25,7 +24,6 @@ from tests.layers.eight_experts import (
     PLAIN,
 )
 
-ROOT = Path(__file__).parents[2]
 # Elements of x and of a weight, unsharded.
 TOKENS, WEIGHT = BATCH * LENGTH * EMBED_DIM, EXPERTS * EMBED_DIM * HIDDEN_DIM
 LOGITS = BATCH * LENGTH * EXPERTS

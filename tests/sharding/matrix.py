@@ -4,7 +4,6 @@ rules; each test_layouts_*.py runs one model.
 """
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from tests.forked import run_python
 from tests.sharding.layouts import LAYOUTS, PLAIN, REFUSED
 from tests.tolerance import FACTOR, ULP
 
-ROOT = Path(__file__).parents[2]
 # The collectives of each axis. XLA on CPUs implements reduce-scatter by an all-reduce and a slice.
 IMPLIED = {
     "data": {"all-reduce"},
