@@ -148,7 +148,7 @@ REF_LOGPS = LOGPS + 0.3 * torch.randn(LOGPS.shape, generator=DRAW)
 ADVANTAGES = torch.randn(2 * PAIRS, generator=DRAW)
 
 
-def trl_grpo(trl, reduce, level, delta, kl_correction):
+def trl_grpo(trl, reduce, level, delta, kl_correction, weights=None):
     leaf = LOGPS.clone().requires_grad_()
     trainer = fake_trainer(
         loss_type={"sum": "luspo"}.get(reduce, reduce),
@@ -158,7 +158,8 @@ def trl_grpo(trl, reduce, level, delta, kl_correction):
         epsilon_high=0.28,
         top_entropy_quantile=1.0,
         off_policy_mask_threshold=None,
-        use_vllm=False,
+        use_vllm=weights is not None,
+        vllm_importance_sampling_correction=True,
         max_completion_length=9,
         current_gradient_accumulation_steps=1,
         _entropy_bonus_enabled=False,
@@ -177,6 +178,7 @@ def trl_grpo(trl, reduce, level, delta, kl_correction):
         "old_per_token_logps": OLD,
         "ref_per_token_logps": REF_LOGPS,
         "num_items_in_batch": MASK.sum(),
+        "importance_sampling_ratio": weights,
     }
     loss = trl.GRPOTrainer._compute_loss(trainer, None, inputs)
     loss.backward()
@@ -222,6 +224,40 @@ def test_grpo(trl, reduce, level, dual_clip, kl_correction):
     for name in ("clip_ratio/low", "clip_ratio/high"):
         np.testing.assert_allclose(metrics[name], expected_metrics[f"{name}_mean"], rtol=1e-5)
     np.testing.assert_allclose(metrics["kl"], expected_metrics["kl"], rtol=1e-5)
+
+
+@pytest.mark.parametrize("reduce", ["grpo", "dapo"])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("mode", ["truncate", "mask"])
+def test_correction_for_the_sampler(trl, reduce, level, mode):
+    """TRL computes the ratio of trainer and sampler where it samples; this is its formula."""
+    sampler = OLD + 0.3 * torch.randn(OLD.shape, generator=torch.Generator().manual_seed(5))
+    difference = (OLD - sampler) * MASK
+    if level == "sequence":
+        difference = difference.sum(dim=-1, keepdim=True)
+    ratio = torch.exp(difference)
+    maximum = 1.2
+    ratio = ratio.clamp(max=maximum) if mode == "truncate" else ratio * (ratio <= maximum)
+    expected, expected_gradient, _ = trl_grpo(trl, reduce, "token", None, False, ratio)
+    loss, (gradient,), _ = jax_loss(
+        lambda logps: losses.grpo(
+            logps,
+            OLD.numpy(),
+            ADVANTAGES.numpy(),
+            MASK.numpy(),
+            ref_logps=REF_LOGPS.numpy(),
+            beta=0.1,
+            epsilon=0.2,
+            epsilon_high=0.28,
+            reduce=reduce,
+            weights=losses.sampler_weights(
+                OLD.numpy(), sampler.numpy(), MASK.numpy(), level=level, mode=mode, maximum=maximum
+            ),
+        ),
+        LOGPS,
+    )
+    np.testing.assert_allclose(loss, expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(gradient, expected_gradient, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])

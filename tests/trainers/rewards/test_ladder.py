@@ -90,6 +90,8 @@ def test_accepted_answers_of_other_types():
     assert accepted_answers(42) == ("42",)
     assert accepted_answers("[0, 1)") == ("[0, 1)",)  # an interval, not JSON
     assert accepted_answers([1, "2"]) == ("1", "2")
+    assert accepted_answers('["1", "2"]') == ("1", "2")
+    assert accepted_answers("[1, 2]") == ("1", "2", "[1, 2]")  # also an interval
 
 
 def test_points_follow_their_keys():
@@ -97,6 +99,24 @@ def test_points_follow_their_keys():
     assert answer_reward("<a>42</a>", "42", **keys) == 7.0
     with pytest.raises(ConfigError, match="reward_exakt"):
         rewards.score(["42"], ["42"], reward_exakt=1.0)
+
+
+@pytest.mark.parametrize(
+    ("key", "reward", "completion", "share"),
+    [
+        ("reward_exact_answer", "answer", "<answer>42</answer>", 1),
+        ("reward_white_space_format_match", "answer", "<answer> 42 </answer>", 1),
+        ("reward_ratio_guess_to_answer_high", "answer", "<answer>40</answer>", 1),
+        ("reward_ratio_guess_to_answer_low", "answer", "<answer>35</answer>", 1),
+        ("penalty_incorrect_answer", "answer", "<answer>7</answer>", 1),
+        ("penalty_incorrect_format", "answer", "42", 1),
+        ("penalty_incorrect_format", "format_parts", "42", 4),
+        ("reward_partial_format_match", "format_parts", REASONED.format(42), 4),
+        ("reward_exact_format_match", "format_exact", REASONED.format(42), 1),
+    ],
+)
+def test_each_key_is_what_its_completion_gets(key, reward, completion, share):
+    assert rewards.score([completion], ["42"], **{key: 0.125})[reward] == [share * 0.125]
 
 
 @pytest.mark.parametrize(

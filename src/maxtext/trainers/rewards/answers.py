@@ -67,7 +67,11 @@ def answer_list(answer: Any) -> Iterable[Any]:
             parsed = json.loads(answer)
         except json.JSONDecodeError:
             return [answer]
-        return parsed if isinstance(parsed, list) else [answer]
+        if not isinstance(parsed, list):
+            return [answer]
+        # [1, 2] are two answers, or one that is a list or an interval.
+        has_texts = all(isinstance(each, str) for each in parsed)
+        return parsed if has_texts else [*parsed, answer]
     if isinstance(answer, str) or not isinstance(answer, Iterable):
         return [answer]
     return answer
