@@ -119,6 +119,12 @@ def run_devices(base, count, *runs):
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"rewards')]
 
 
+@pytest.mark.slow
+def test_rows_that_do_not_divide_over_the_devices(base):
+    with pytest.raises(AssertionError, match="change batch_size or num_generations"):
+        run_devices(base, 8, {"batch_size": 1, "num_generations": 3})
+
+
 def assert_equal(actual, expected):
     np.testing.assert_allclose(actual["rewards"], expected["rewards"], rtol=1e-6)
     for one, other in zip(actual["weights"], expected["weights"], strict=True):

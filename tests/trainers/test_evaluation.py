@@ -10,6 +10,9 @@ from maxtext.cli.main import main
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.configs.derive import Devices
 from maxtext.configs.sources import HERE, from_python
+from maxtext.inference import LLM
+from maxtext.inference.requests import GenerationRequest
+from maxtext.inference.sampling_params import SamplingParams
 from maxtext.models.configuration import load
 from maxtext.trainers import tune
 from maxtext.trainers.evaluation import Responses, evaluate, write_responses
@@ -193,6 +196,18 @@ def test_policy_is_evaluated_before_and_after_training(base, problems, tmp_path,
     assert all(0 < each["eval_reward"] < 1 for each in evaluations)
     lines = (tmp_path / "run/evaluation.jsonl").read_text().splitlines()
     assert [json.loads(line)["question"] for line in lines] == [f"{i}+{i}=" for i in range(1, 6)]
+
+
+@pytest.mark.slow
+def test_limits_of_the_engine(base):
+    limits = dict(max_num_seqs=2, kv_cache_buffer=3, max_num_batched_tokens=4)
+    keys = dict(use_grpo=True, dataset_type="hf", num_generations=2, tokenizer_path="byte")
+    llm = LLM.load(base, **keys, **limits, max_prefill_predict_length=4, max_target_length=16)
+    request = GenerationRequest([1, 2, 3], SamplingParams(max_new_tokens=4))
+    assert len(list(llm.completions([request] * 5))) == 5
+    assert llm.engine.cache_config.slots == 2
+    assert llm.engine.cache_config.length == 8 + 3  # the next power of two of 3 + 4, and 3 more
+    assert llm.engine.scheduler.max_batched_tokens == 4
 
 
 @pytest.mark.slow

@@ -172,6 +172,10 @@ def test_run_resumes_bit_for_bit_between_the_updates_of_a_batch(train):
     assert rollouts_of(resumed) == rollouts
     weights = (run.result.state.weights for run in (finished, resumed))
     assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), *weights))
+    shutil.rmtree(copy / "checkpoints/6")
+    (copy / "rollouts.jsonl").unlink()
+    with pytest.raises(UserError, match="rollouts.jsonl has 0 of the 8 rollouts of step 2"):
+        train("twice")
 
 
 @pytest.mark.slow

@@ -115,8 +115,9 @@ class GroupRolloutStep:
         is_first_update = self.batch is None or first == self.step
         is_on_policy = False
         if is_first_update:
-            self.rollouts = self.log.read(first) if first < self.step else []
-            if not self.rollouts:
+            if first < self.step:
+                self.rollouts = self.recorded_rollouts(first)
+            else:
                 sampled = self.take(state, read_prompts(prompts), clock)
                 is_on_policy = sampled.version == self.step
                 self.rollouts = self.with_old_logps(state, sampled.rollouts)
@@ -141,6 +142,19 @@ class GroupRolloutStep:
             self.spans.append(self.step, clock)
         self.step += 1
         return state, metrics | self.metrics | clock.metrics()
+
+    def recorded_rollouts(self, step: int) -> list[ScoredRollout]:
+        """The rollouts of a step whose updates an earlier process began. Raises UserError if the
+        run's folder does not have them."""
+        rollouts = self.log.read(step)
+        count = self.config.global_batch_size_to_train_on
+        if len(rollouts) != count:
+            raise UserError(
+                f"{self.log.path} has {len(rollouts)} of the {count} rollouts of step {step}, and "
+                "the run has begun their updates: restore the file, or delete the checkpoint of "
+                f"step {self.step}"
+            )
+        return rollouts
 
     def sample_later(
         self, prompts: Sequence[tuple[int, Batch]], version: int, clock: Clock

@@ -123,8 +123,9 @@ class Shardings:
         sharding_tolerance allows are replicated although the mesh could split them. With
         debug_sharding, log the sharding of every weight."""
         config = self.config
-        check_batch_size(self.rules, config.micro_batch_size_to_train_on, "per_device_batch_size")
-        if config.eval_interval > 0:
+        key = "batch_size or num_generations" if config.use_grpo else "per_device_batch_size"
+        check_batch_size(self.rules, config.micro_batch_size_to_train_on, key)
+        if config.eval_interval > 0 and not config.use_grpo:  # which samples responses instead
             check_batch_size(
                 self.rules, config.micro_batch_size_to_eval_on, "eval_per_device_batch_size"
             )
