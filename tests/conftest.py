@@ -40,9 +40,14 @@ COMPILING = (
 )
 
 
+def compiles(item):
+    return item.path.relative_to(TESTS).parts[0] in COMPILING
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Run the slowest files first, so that all workers end at about the same time.
+    """Run the slowest files first, then the other files of COMPILING, so that all workers end at
+    about the same time.
 
     Mark all but the first case of a compiling test as slow: each case compiles its own programs.
     """
@@ -50,11 +55,11 @@ def pytest_collection_modifyitems(items):
         marker = item.get_closest_marker("representative")
         if marker is not None and item.callspec.id not in marker.args:
             item.add_marker(pytest.mark.exhaustive)
-    items.sort(key=lambda item: not item.path.name.startswith(SLOWEST_FILES))
+    items.sort(key=lambda item: (not item.path.name.startswith(SLOWEST_FILES), not compiles(item)))
     seen = set()
     for item in items:
         test = item.nodeid.partition("[")[0]
-        if test in seen and item.path.relative_to(TESTS).parts[0] in COMPILING:
+        if test in seen and compiles(item):
             item.add_marker(pytest.mark.slow)
         if not item.get_closest_marker("slow"):
             seen.add(test)
