@@ -19,6 +19,8 @@ TINY = ["model_name=qwen3-0.6b", "override_model_config=true", "base_emb_dim=32"
 TINY += ["base_num_query_heads=2", "base_num_kv_heads=1", "head_dim=16", "base_mlp_dim=48"]
 TINY += ["base_num_decoder_layers=1", "vocab_size=290", "tokenizer_path=byte"]
 TINY += ["max_target_length=256", "per_device_batch_size=2", "attention=dot_product"]
+# Browsers send none of them, so they would match nothing.
+WRONG_ORIGINS = ["page.test", "http://page.test/", "http://page.test/chat", "http://Page.test"]
 
 
 def test_defaults(monkeypatch):
@@ -109,6 +111,10 @@ def test_names_of_adapters():
         (["x", "--lora", "a=d", "--adapter", "e"], "two ways"),
         (["x", "--allow-lora-updates"], "both or neither"),
         (["x", "--allow-lora-updates", "--lora-root", "/nowhere"], "no folder"),
+        *((["x", "--cors", origin], "takes origins") for origin in WRONG_ORIGINS),
+        (["x", "--root-path", "model"], "a path such as /model"),
+        (["x", "--root-path", "/model/"], "a path such as /model"),
+        (["x", "--api-key", "schlüssel"], "may not have"),
         (["x", "--workers", "2"], "unknown argument '--workers'"),
         (["x", "y"], "unknown argument 'y'"),
     ],

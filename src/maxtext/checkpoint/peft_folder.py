@@ -35,7 +35,7 @@ def read_adapter(folder: str | os.PathLike, config: MaxTextConfig) -> Adapter:
     not supported, and UserError if tensors do not fit the model."""
     path = local_path(folder)
     if not is_adapter_folder(path):
-        raise UserError(f"{path} has no {peft.CONFIG_FILE}: it is no PEFT adapter")
+        raise ConfigError(f"{path} has no {peft.CONFIG_FILE}: it is no PEFT adapter")
     settings = read_json_object(path / peft.CONFIG_FILE)
     lora = peft.LoraConfig.from_json(settings, str(path / peft.CONFIG_FILE))
     source = SafetensorsFolder.open(path, peft.TENSORS_STEM)

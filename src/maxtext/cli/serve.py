@@ -4,6 +4,7 @@ import dataclasses
 import json
 import logging
 import os
+import re
 import signal
 import socket
 import sys
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from maxtext.inference.server.model import ServedModel
 
 KEY_VARIABLE = "MAXTEXT_API_KEY"
+ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s?#@A-Z]+")  # of a page; browsers send lower case
 # Supervisors stop services with SIGTERM, before they are ready, too: that is no failure.
 STOPPED_EARLY = "stopped by SIGTERM while the model was loading"
 PACKAGES = ("fastapi", "uvicorn", "uvloop", "httptools", "prometheus_client")
@@ -251,10 +253,12 @@ def parse_options(args: list[str]) -> "ServerOptions":
     keys = arguments.take_values(args, "--api-key")
     if not keys and os.environ.get(KEY_VARIABLE):
         keys = [os.environ[KEY_VARIABLE]]
+    if not all(key.isascii() and key.isprintable() and key.strip() == key for key in keys):
+        raise ConfigError("an API key has characters that a header may not have")
     prefix = arguments.take_option(args, "--metrics-prefix", ("maxtext", "vllm"))
     return ServerOptions(
         api_keys=keys,
-        cors_origins=arguments.take_values(args, "--cors"),
+        cors_origins=take_origins(args),
         metrics_prefix=prefix or "maxtext",
         protect_metrics=arguments.take_flag(args, "--protect-metrics"),
         strict_fields=arguments.take_flag(args, "--strict-fields"),
@@ -262,10 +266,32 @@ def parse_options(args: list[str]) -> "ServerOptions":
         log_prompts=arguments.take_flag(args, "--log-prompts"),
         allows_tools=not arguments.take_flag(args, "--no-tools"),
         adapter_root=take_adapter_root(args),
-        root_path=arguments.take_value(args, "--root-path") or "",
+        root_path=take_root_path(args),
         has_page=not arguments.take_flag(args, "--no-page"),
         **{name: value for name, value in numbers.items() if value is not None},
     )
+
+
+def take_origins(args: list[str]) -> list[str]:
+    """The origins of `--cors ORIGIN ...`, as browsers send them. Others would never match."""
+    origins = arguments.take_values(args, "--cors")
+    for origin in origins:
+        if origin != "*" and not ORIGIN.fullmatch(origin):
+            raise ConfigError(
+                f"--cors takes origins such as https://chat.example:8443, without a path, not "
+                f"{origin!r}"
+            )
+    return origins
+
+
+def take_root_path(args: list[str]) -> str:
+    path = arguments.take_value(args, "--root-path") or ""
+    if path and (not path.startswith("/") or path.endswith("/")):
+        raise ConfigError(
+            f"--root-path takes a path such as /model, with a slash at its beginning alone, not "
+            f"{path!r}"
+        )
+    return path
 
 
 def take_adapters(args: list[str], has_others: bool) -> dict[str, str]:
