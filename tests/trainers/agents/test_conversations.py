@@ -296,7 +296,12 @@ def test_two_tools_of_one_name():
 
 def test_what_is_no_call():
     assert parse_calls("plain", "hermes", {}) == []
+    call = '<tool_call>{"name": "add", "arguments": %s}</tool_call>'
+    for arguments in ('{"a": 1 2}', "[1]", "3", '{"a": }', "[" * 9999):
+        assert parse_calls(call % arguments, "hermes", {}) == []
     assert parse_calls("<tool_call>{oops}</tool_call>", "hermes", {}) == []
+    mixed = f"{call % '{oops}'}{ADD}"
+    assert parse_calls(mixed, "hermes", {}) == [ToolCall("add", {"a": 2, "b": 3})]
 
 
 HARMONY = (

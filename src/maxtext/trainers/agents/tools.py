@@ -148,6 +148,15 @@ def parse_calls(text: str, parser: str, parameters: Mapping[str, Schema]) -> lis
             arguments.append("")
         if delta.index is not None:
             arguments[delta.index] += delta.arguments
-    return [
-        ToolCall(name, json.loads(written)) for name, written in zip(names, arguments, strict=True)
-    ]
+    calls = zip(names, map(parse_arguments, arguments), strict=True)
+    return [ToolCall(name, parsed) for name, parsed in calls if parsed is not None]
+
+
+def parse_arguments(text: str) -> dict[str, Any] | None:
+    """The object of a JSON text. A parser hands over arguments as the model writes them, before it
+    knows whether they are valid: None if they are not."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
