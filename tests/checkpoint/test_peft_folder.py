@@ -12,6 +12,7 @@ from maxtext.checkpoint.open import open_checkpoint
 from maxtext.checkpoint.peft_folder import read_adapter, to_peft, write_adapter
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.configs.sources import from_python
+from maxtext.inference.llm import LLM
 from maxtext.inference.loading import resolve_config
 from maxtext.layers.adapters import AdapterSpec, AdapterTarget
 from maxtext.models.configuration import load
@@ -131,6 +132,38 @@ def test_folder_is_merged_and_written_back_as_by_peft(variant, bases, tmp_path):
     for name, array in original.items():
         assert array.dtype == written[name].dtype
         np.testing.assert_array_equal(array, written[name], err_msg=name)
+
+
+def test_multimodal_model_has_the_names_of_its_own_modules(tmp_path):
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    vision = dict(
+        hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
+        image_size=28, patch_size=14,
+    )  # fmt: skip
+    config = transformers.Gemma3Config(
+        text_config=SIZES | {"head_dim": 4}, vision_config=vision, mm_tokens_per_image=4
+    )
+    base = tmp_path / "base"
+    transformers.Gemma3ForConditionalGeneration(config).save_pretrained(base)
+    llm = LLM.load(base, dtype="float32", weight_dtype="float32")
+    paths = ["layers/0/attention/query", "layers/1/mlp/wo"]
+    random = np.random.default_rng(0)
+    shapes = {"layers/0/attention/query": (16, (4, 4)), "layers/1/mlp/wo": (24, (16,))}
+    arrays = {}
+    for path, (inputs, outputs) in shapes.items():
+        arrays[f"{path}/lora_a"] = random.standard_normal((inputs, 2)).astype("float32")
+        arrays[f"{path}/lora_b"] = random.standard_normal((2, *outputs)).astype("float32")
+    targets = tuple((path, AdapterTarget(2, 2.0)) for path in paths)
+    llm.add_adapter("new", Adapter(AdapterSpec(targets), arrays))
+    llm.save_adapter(tmp_path / "adapter", "new")
+    ids = np.arange(3, 12)[None]
+    model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    model = peft.PeftModel.from_pretrained(model, tmp_path / "adapter").eval()
+    with torch.no_grad():
+        expected = model(input_ids=torch.tensor(ids)).logits.numpy()
+    np.testing.assert_allclose(llm.logits(ids), expected, atol=1e-4)
+    assert np.abs(expected - llm.logits(ids, adapter="")).max() > 0.01
 
 
 def write_folder(folder, arrays, **settings):

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -131,7 +131,7 @@ class AdapterReader:
         }
         outputs = dict(zip(rule.hf, (shape[0] for shape in rule.bind_b(1).hf_shapes), strict=True))
         for module in present:
-            rank = self.lora.rank(module)
+            rank = self.lora.rank(self.name_in_folder(module))
             expected: dict[str, tuple[int, ...]] = {
                 peft.A: (rank, shapes[module][1]),
                 peft.B: (outputs[module], rank),
@@ -159,8 +159,8 @@ class AdapterReader:
         """Read the factors of a rule's modules; modules of a merged layer that lack an adapter have
         zeros."""
         first = present[0]
-        ranks = {self.lora.rank(module) for module in present}
-        alphas = {self.lora.alpha(module) for module in present}
+        ranks = {self.lora.rank(self.name_in_folder(module)) for module in present}
+        alphas = {self.lora.alpha(self.name_in_folder(module)) for module in present}
         if len(ranks) > 1 or len(alphas) > 1:
             raise ConfigError(
                 f"{self.source.title}: {', '.join(present)} are one layer here, and have ranks or "
@@ -197,6 +197,10 @@ class AdapterReader:
         outputs = rule.bind_b(1).hf_shapes[rule.hf.index(module)][0]
         shape = info.shape if kind == peft.A else (outputs, info.shape[1])
         return np.zeros(shape, info.dtype)
+
+    def name_in_folder(self, module: str) -> str:
+        """The module's name in a multimodal model, which the patterns of the folder are for."""
+        return self.names[module + peft.A].removeprefix(peft.PREFIX).removesuffix(peft.A)
 
     def info(self, name: str) -> TensorInfo:
         return self.source.tensors[self.names[name]]
@@ -262,17 +266,25 @@ class NamedArrays:
 
 
 def write_adapter(
-    folder: str | os.PathLike, adapter: Adapter, config: MaxTextConfig, base_name: str = ""
+    folder: str | os.PathLike,
+    adapter: Adapter,
+    config: MaxTextConfig,
+    base_name: str = "",
+    hf_tensor_names: Collection[str] = (),
 ) -> None:
-    """Write a PEFT folder. Raises UserError if it exists."""
-    tensors, settings = to_peft(adapter, ModelModules.of(config), base_name)
+    """Write a PEFT folder. `hf_tensor_names` are those of the base's folder, whose modules PEFT
+    names otherwise if it is multimodal. Raises UserError if the folder exists."""
+    tensors, settings = to_peft(adapter, ModelModules.of(config), base_name, hf_tensor_names)
     texts = {peft.CONFIG_FILE: json.dumps(settings, indent=2, sort_keys=True)}
     named = NamedArrays({peft.PREFIX + name: array for name, array in tensors.items()})
     write_folder(folder, named, peft.TENSORS_STEM, texts, {}, 5 * 10**9)
 
 
 def to_peft(
-    adapter: Adapter, modules: ModelModules, base_name: str
+    adapter: Adapter,
+    modules: ModelModules,
+    base_name: str,
+    hf_tensor_names: Collection[str] = (),
 ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """The tensors of a PEFT folder without their prefix, and its adapter_config.json."""
     spec, tensors = adapter.spec, dict[str, np.ndarray]()
@@ -315,10 +327,15 @@ def to_peft(
         if name in adapter.saved:
             (tensors[module + peft.SAVED],) = bound.to_hf([adapter.saved[name]])
             saved_names.append(module.rpartition(".")[2])
+    old, new = hf_registry.text_prefixes(hf_tensor_names)
+    ranks, alphas, tensors = (with_prefix(names, old, new) for names in (ranks, alphas, tensors))
+    every = [*modules.by_hf, *modules.saved_rules]
+    if new:  # other parts of a multimodal model have modules of the same last names
+        every += [f"vision.{module}" for module in every]
     settings = peft.adapter_settings(
         ranks,
         alphas,
-        [*modules.by_hf, *modules.saved_rules],
+        every,
         base_name,
         use_rslora=spec.rslora,
         use_dora=spec.dora,
@@ -330,6 +347,14 @@ def to_peft(
         if all(original.rank(module) == rank for module, rank in ranks.items()):
             settings |= adapter.settings
     return tensors, settings
+
+
+def with_prefix(values: Mapping[str, Any], old: str, new: str) -> dict[str, Any]:
+    """The values with `new` in place of `old` where names start with it."""
+    return {
+        new + name.removeprefix(old) if name.startswith(old) else name: value
+        for name, value in values.items()
+    }
 
 
 def scales_to_alpha(spec: AdapterSpec, scale: float, rank: int, present: Sequence[str]) -> float:

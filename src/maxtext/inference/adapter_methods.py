@@ -86,5 +86,7 @@ class AdapterMethods:
         loaded = self.adapters.find(name)
         if loaded is None:
             raise UserError("which adapter? none is loaded")
-        base = "" if self.checkpoint is None else str(self.checkpoint.path)
-        write_adapter(folder, loaded.adapter, self.config, base)
+        base, names = "", frozenset[str]()
+        if self.checkpoint is not None:
+            base, names = str(self.checkpoint.path), self.checkpoint.hf_tensor_names
+        write_adapter(folder, loaded.adapter, self.config, base, names)

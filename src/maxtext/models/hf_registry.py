@@ -3,7 +3,7 @@ directions.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from maxtext.common.errors import ConfigError, UserError
@@ -137,6 +137,18 @@ def canonical_names(names: Iterable[str], mapping: HfMapping) -> dict[str, str]:
             rule_name = mapping.base_prefix + rule_name
         canonical[rule_name] = name
     return canonical
+
+
+def text_prefixes(tensor_names: Collection[str]) -> tuple[str, str]:
+    """(old, new): how the modules of a text model begin, and how they begin in transformers' model
+    of a folder with these tensors, which is multimodal if it has vision or audio parts.
+    """
+    parts = re.compile("|".join(MULTIMODAL_TENSORS))
+    if not any(parts.fullmatch(name) for name in tensor_names):
+        return "", ""
+    if any(name.startswith("vision_model.") for name in tensor_names):  # holds a whole text model
+        return "", "language_model."
+    return "model.", "model.language_model."
 
 
 def refuse_multimodal(names: Iterable[str]) -> None:

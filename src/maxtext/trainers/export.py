@@ -92,18 +92,21 @@ def save_results(
     or a student whose weights are computed from its teacher's. `checkpoint`: as of `trained_llm`.
     """
     if has_adapters(context.config):
-        save_trained_adapter(context, state.weights, folder)
+        save_trained_adapter(context, state.weights, folder, checkpoint)
     elif context.config.learn_to_init_mode:
         save_student(context, state, folder, checkpoint)
 
 
-def save_trained_adapter(context: RunContext, weights: Any, folder: str) -> None:
+def save_trained_adapter(
+    context: RunContext, weights: Any, folder: str, checkpoint: Checkpoint | None
+) -> None:
     """Write the adapter of a run as a PEFT folder, in place of an earlier one."""
-    adapter = trained_adapter(context, weights)
+    adapter, config = trained_adapter(context, weights), context.config
     if jax.process_index():
         return
+    names = frozenset[str]() if checkpoint is None else checkpoint.hf_tensor_names
     with replace_folder(Path(folder) / ADAPTER_FOLDER) as path:
-        write_adapter(path, adapter, context.config, context.config.load_parameters_path)
+        write_adapter(path, adapter, config, config.load_parameters_path, names)
 
 
 def save_student(
