@@ -4,9 +4,9 @@
     python benchmarks/serve.py --model 8b --streams 512 --requests 512 --rounds 1
 
 The model has random weights: `tiny` in float32, for CPUs, or the shape of an 8B model in bfloat16,
-as in decode.py. It is loaded once. Rounds alternate between `LLM.completions` of all requests
-and the same requests by `maxtext bench serve`, a process of its own, which sends them at once;
-the first round of each compiles and is not counted. Then:
+as in decode.py. It is loaded once, and prefill is compiled for each number of prompts. Rounds
+alternate between `LLM.completions` of all requests and the same requests by `maxtext bench serve`,
+a process of its own, which sends them at once; the first round of each is not counted. Then:
 
 - tiny: single requests, one after the other; the overhead is the time to the first token less that
   of the engine in the same process.
@@ -141,8 +141,20 @@ def run_load(url, workload, *flags):
         return json.loads(report.read_text())
 
 
+def warm_up(llm, options, lengths):
+    """Compile prefill for 1, 2, 4 … prompts: which of them arrive together differs by round."""
+    for exponent in range(options.streams.bit_length()):
+        workload = Workload(
+            num_requests=1 << exponent,
+            prompt_tokens=lengths[0],
+            new_tokens=(2, 2),
+            seed=1000 + exponent,
+        )
+        offline_rate(llm, workload)
+
+
 def compare(llm, options, lengths):
-    """tokens/s offline and through the server, in alternating rounds after one that compiles."""
+    """tokens/s offline and through the server, in alternating rounds after one to warm up."""
     rates = {"offline": [], "server": []}
     requests_per_second = []
     for round_index in range(options.rounds + 1):
@@ -229,8 +241,10 @@ def main():
     lengths = LENGTHS[options.model]
     with tempfile.TemporaryDirectory() as folder:
         llm = load_model(options.model, options.streams, Path(folder), keys)
-        tune_interpreter()
         note("loaded")
+        warm_up(llm, options, lengths)
+        tune_interpreter()
+        note("compiled")
         result, rate = compare(llm, options, lengths)
         if options.model == "tiny":
             result |= first_token_overhead(llm, options, lengths)

@@ -92,6 +92,74 @@ def test_64_streams(llm, engine):
     assert engine.stats.generation_tokens == sum(len(e.token_ids) for e in expected.values())
 
 
+@pytest.fixture
+def programs(monkeypatch):
+    """The programs that run: ("prefill", prompts) and ("decode", steps)."""
+    programs = []
+    prefill, decode = Executor.prefill, Executor.decode
+
+    def run_prefill(self, batch):
+        programs.append(("prefill", int((batch.slots < self.cache_config.slots).sum())))
+        return prefill(self, batch)
+
+    def run_decode(self, batch):
+        programs.append(("decode", int(batch.num_steps)))
+        return decode(self, batch)
+
+    monkeypatch.setattr(Executor, "prefill", run_prefill)
+    monkeypatch.setattr(Executor, "decode", run_decode)
+    return programs
+
+
+def test_requests_that_arrive_together_are_prefilled_together(engine, programs, monkeypatch):
+    monkeypatch.setattr(module, "GATHER_SECONDS", 60.0)
+    with engine.arrival():  # of the second request
+        first = engine.submit(GenerationRequest("w5 w6", SamplingParams(**LONG)))
+        time.sleep(0.3)
+        assert not programs
+        second = engine.submit(GenerationRequest("w7 w8", SamplingParams(**LONG)))
+    next(first), next(second)
+    assert programs[0] == ("prefill", 2)
+
+
+def test_request_that_does_not_come_delays_others_for_a_moment_only(engine):
+    with engine.arrival():
+        assert list(engine.submit(GenerationRequest("w5", SamplingParams(max_new_tokens=2))))
+
+
+@pytest.mark.parametrize("count", [4, 8])  # of 8 slots
+def test_full_batch_and_busy_engine_wait_for_no_request(engine, programs, monkeypatch, count):
+    running = engine.submit(GenerationRequest("w5", SamplingParams(n=count, **LONG)))
+    next(running)
+    monkeypatch.setattr(module, "GATHER_SECONDS", 60.0)
+    with engine.arrival():
+        streams = [
+            engine.submit(GenerationRequest(f"w{index}", SamplingParams(max_new_tokens=2)))
+            for index in range(6, 10)
+        ]
+        assert all(list(stream)[-1].completion for stream in streams)
+    running.cancel()
+
+
+def test_decode_programs_are_short_while_most_slots_are_free(llm, engine, programs, monkeypatch):
+    """A request that arrives waits for the program that runs. Offline, none arrives."""
+    monkeypatch.setattr("maxtext.inference.engine.STEP_SECONDS", 60.0)  # any number of steps fits
+    params = SamplingParams(**LONG)
+
+    def longest():
+        steps = max(count for kind, count in programs if kind == "decode")
+        programs.clear()
+        return steps
+
+    list(engine.submit(GenerationRequest("w5", params)))
+    assert longest() == 2
+    streams = [engine.submit(GenerationRequest(f"w{index}", params)) for index in range(5, 10)]
+    assert all(list(stream) for stream in streams)
+    assert longest() == 16
+    list(llm.run([GenerationRequest("w5", params)], slots=8, length=128))
+    assert longest() == 16
+
+
 def test_cancelled_request_frees_its_blocks(engine):
     """Running and waiting requests, from another thread, with all of their choices."""
     running = engine.submit(GenerationRequest("w5", SamplingParams(n=8, **LONG)))

@@ -490,6 +490,26 @@ def test_aborted_request_frees_its_slot(models):
     assert tokens == expected(second)
 
 
+@pytest.mark.usefixtures("few_programs")
+def test_slots_that_become_free_are_filled_before_a_single_sequence_goes_on(models, monkeypatch):
+    """Three of four sequences end in the program in flight, and three others wait for their slots:
+    another program would decode one row meanwhile.
+    """
+    weights, expected = models("causal")
+    engine = InferenceEngine(compiled("causal"), weights, 4, LENGTH, timed=False)
+    programs = []
+    for name in ("prefill", "decode"):
+
+        def spy(executor, batch, name=name, program=getattr(Executor, name)):
+            programs.append(name)
+            return program(executor, batch)
+
+        monkeypatch.setattr(Executor, name, spy)
+    requests = [new_request((index, 2), 40 if index == 0 else 5) for index in range(7)]
+    assert engine.generate(requests) == [expected(request) for request in requests]
+    assert programs[:4] == ["prefill", "decode", "prefill", "decode"]
+
+
 REJECTED = {
     "empty": (new_request((), 3), "the prompt is empty"),
     "no tokens wanted": (

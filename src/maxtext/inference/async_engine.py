@@ -5,12 +5,13 @@ The thread alone touches the engine. Other threads send it commands by a queue. 
 goes to each event loop in one call, so that many streams wake it up once a step.
 """
 
+import contextlib
 import itertools
 import queue
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -34,6 +35,8 @@ MAX_BACKLOG = 256 * 1024  # characters and tokens that a consumer has not read
 STALL_SECONDS = 30.0  # after which a request with such a backlog is dropped
 MAX_RETRY_AFTER = 60.0
 POLL_SECONDS = 0.1  # between checks of deadlines and backlogs
+GATHER_SECONDS = 0.05  # at most, for requests that are being parsed, before a prefill
+GATHER_POLL_SECONDS = 0.002
 STREAM = TypeVar("STREAM", bound=BaseStream)
 Event = tuple[BaseStream, Any]
 
@@ -76,8 +79,9 @@ class AsyncEngine:
         self.engine = llm.engine_for(*self.size)
         self.capacity = self.engine.cache_config.slots + max_queue
         self.commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self.lock = threading.Lock()  # of the next two
+        self.lock = threading.Lock()  # of the next three
         self.num_open = 0  # sequences of unfinished requests
+        self.num_arriving = 0  # requests that are received but not submitted
         self.status = "ready"  # draining, engine_failed
         self.request_ids = itertools.count()
         self.idle = threading.Event()  # no request is open
@@ -125,6 +129,19 @@ class AsyncEngine:
         """
         return self.llm.prepare(self.engine, request)
 
+    @contextlib.contextmanager
+    def arrival(self) -> Iterator[None]:
+        """A request that will be submitted right after the block: those that arrive together are
+        prefilled together.
+        """
+        with self.lock:
+            self.num_arriving += 1
+        try:
+            yield
+        finally:
+            with self.lock:
+                self.num_arriving -= 1
+
     def open_stream(
         self, kind: type[STREAM], prepared: PreparedRequest, timeout: float | None
     ) -> STREAM:
@@ -135,7 +152,7 @@ class AsyncEngine:
             self.num_open += num_choices
             self.idle.clear()
         deadline = float("inf") if timeout is None else time.monotonic() + timeout
-        prompt_ids = tuple(int(token) for token in request.prompt)
+        prompt_ids = tuple(map(int, request.prompt))
         stream = kind(next(self.request_ids), prompt_ids, num_choices, self.cancel, deadline)
         self.commands.put(lambda: self.start(stream, prepared))
         return stream
@@ -195,7 +212,7 @@ class AsyncEngine:
 
     def run(self) -> None:
         while not self.stopping:
-            with self.engine.lease():
+            with self.engine.lease(expects_requests=True):
                 self.serve()
             self.recover()
             self.run_updates()
@@ -209,6 +226,7 @@ class AsyncEngine:
                 return
             try:
                 self.run_commands(wait=not self.session.has_unfinished)
+                self.gather()
                 if self.session.has_unfinished:
                     self.step()
                 self.check_streams()
@@ -252,18 +270,37 @@ class AsyncEngine:
             if delta.completion is not None:
                 self.count_finished(stream, 1)
 
-    def run_commands(self, wait: bool) -> None:
-        """Run the commands that are there; with `wait`, at least one."""
-        while True:
+    def run_commands(self, wait: bool, timeout: float | None = None) -> None:
+        """Run the commands that are there; with `wait`, at least one, unless `timeout` seconds
+        pass before.
+        """
+        while not self.stopping:
             try:
-                command = self.commands.get(block=wait)
+                command = self.commands.get(block=wait, timeout=timeout)
             except queue.Empty:
                 return
             wait = False
             if command is None:
                 self.stopping = True
-                return
-            command()
+            else:
+                command()
+
+    def gather(self) -> None:
+        """Before a prefill that is not full, wait for requests that are being parsed. A burst of
+        requests then has one prefill, and one phase in which all of them decode, instead of many
+        programs for a few of them. While most slots are in use, running requests do not wait.
+        """
+        scheduler = self.engine.scheduler
+        end = time.monotonic() + GATHER_SECONDS
+        while (
+            scheduler.waiting
+            and self.num_arriving
+            and scheduler.has_low_load
+            and not scheduler.has_full_batch
+            and not self.stopping
+            and time.monotonic() < end
+        ):
+            self.run_commands(wait=True, timeout=GATHER_POLL_SECONDS)
 
     def start(self, stream: BaseStream, prepared: PreparedRequest) -> None:
         self.streams[stream.request_id] = stream

@@ -135,8 +135,9 @@ class InferenceEngine:
                 "prompt_logprobs",
                 "max_new_tokens",
             )
-        invalid = next((token for token in prompt if not 0 <= int(token) < vocab_size), None)
-        if invalid is not None:
+        low, high = int(min(prompt)), int(max(prompt))
+        if low < 0 or high >= vocab_size:
+            invalid = low if low < 0 else high
             return RequestError(
                 f"token id {invalid} is outside the vocabulary, 0 to {vocab_size - 1}", "prompt"
             )
@@ -160,7 +161,7 @@ class InferenceEngine:
         """Queue a request of token ids that `reject_reason` does not reject. `adapter` is the one
         that the request names, or None; `grammar` constrains the tokens, and belongs to the
         sequence from here on."""
-        prompt_ids = tuple(int(token) for token in request.prompt)
+        prompt_ids = tuple(map(int, request.prompt))
         sequence = Sequence(request_id, prompt_ids, request.params, grammar=grammar)
         sequence.cache_salt = request.cache_salt
         if adapter is not None:
@@ -173,14 +174,19 @@ class InferenceEngine:
         self.scheduler.abort(request_id)
 
     @contextlib.contextmanager
-    def lease(self) -> Iterator[None]:
-        """Exclusive use of the engine. Requests that are unfinished at the end are aborted."""
+    def lease(self, expects_requests: bool = False) -> Iterator[None]:
+        """Exclusive use of the engine. Requests that are unfinished at the end are aborted.
+        `expects_requests`: they may arrive at any time, so decode programs are short while most
+        slots are free.
+        """
         assert not self.leased, "another caller uses this engine"
         self.leased = True
+        self.scheduler.expects_requests = expects_requests
         try:
             yield
         finally:
             self.leased = False
+            self.scheduler.expects_requests = False
             if not self.failed:
                 for sequence in [*self.scheduler.waiting, *self.scheduler.running]:
                     self.abort(sequence.request_id)
@@ -260,11 +266,14 @@ class InferenceEngine:
                 self.cache_prefix(sequence)
 
     def decode(self) -> list[StepOutput]:
-        """Dispatch a decode program for the sequences that are prefilled. If blocks run out, the
-        tokens of programs in flight are collected first, and sequences preempted.
+        """Dispatch a decode program for the sequences that are prefilled, unless it would delay more
+        of those that wait. If blocks run out, the tokens of programs in flight are collected first,
+        and sequences preempted.
         """
         outputs: list[StepOutput] = []
         sequences = self.scheduler.decodable()
+        if self.scheduler.should_collect_first(sequences):
+            return outputs
         num_steps = self.scheduler.decode_steps(sequences, self.max_steps)
         if sequences and self.executor.few_programs:
             num_steps = next(steps for steps in STATIC_DECODE_STEPS if steps >= num_steps)

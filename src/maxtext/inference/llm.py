@@ -47,8 +47,8 @@ from maxtext.inference.loading import (
 )
 from maxtext.inference.processing import (
     NO_TOKENIZER,
+    are_token_ids,
     check_positions,
-    is_token_id,
     prepare_request,
     sequence_length,
     tokenize,
@@ -239,7 +239,7 @@ class LLM(AdapterMethods):
         is_list = isinstance(prompts, list | tuple)
         is_single = (
             isinstance(prompts, str)
-            or (is_list and len(prompts) > 0 and all(map(is_token_id, prompts)))
+            or (is_list and len(prompts) > 0 and are_token_ids(prompts))
             or (not is_list and np.ndim(prompts) == 1)
         )
         rows = [prompts] if is_single else prompts

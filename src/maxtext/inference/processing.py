@@ -1,7 +1,7 @@
 """Text around the engine, which works on token ids: requests going in, completions coming out."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +25,11 @@ NO_TOKENIZER = "this model came without a tokenizer"
 
 def is_token_id(value: Any) -> bool:
     return isinstance(value, int | np.integer)
+
+
+def are_token_ids(values: Iterable[Any]) -> bool:
+    """Whether all are token ids. Few types are looked at, however long a prompt is."""
+    return all(issubclass(kind, int | np.integer) for kind in set(map(type, values)))
 
 
 def tokenize(request: GenerationRequest, tokenizer: Tokenizer | None) -> GenerationRequest:
@@ -54,7 +59,7 @@ def prepare_request(
     prompt, params = request.prompt, request.params
     if isinstance(prompt, str):
         raise RequestError(f"{NO_TOKENIZER}: give token ids instead of text", "prompt")
-    if not isinstance(prompt, Sequence | np.ndarray) or not all(map(is_token_id, prompt)):
+    if not isinstance(prompt, Sequence | np.ndarray) or not are_token_ids(prompt):
         raise RequestError(
             f"a prompt is text or token ids, whole numbers, not {str(prompt)[:80]}", "prompt"
         )
@@ -87,7 +92,7 @@ def prepare_request(
         raise RequestError(
             f"cache_salt must be text, not {shorten(request.cache_salt)}", "cache_salt"
         )
-    return replace(request, prompt=tuple(int(token) for token in prompt), params=params)
+    return replace(request, prompt=tuple(map(int, prompt)), params=params)
 
 
 def check_positions(config: MaxTextConfig, length: int) -> None:
@@ -129,7 +134,7 @@ class OutputProcessor:
         if tokenizer is not None:
             self.detokenizer = Detokenizer(
                 tokenizer,
-                prompt=[int(token) for token in request.prompt],
+                prompt=list(map(int, request.prompt)),
                 stop=self.params.stop,
                 include_stop=self.params.include_stop_str_in_output,
                 visible_ids=visible_token_ids(request, tokenizer),

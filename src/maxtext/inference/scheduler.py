@@ -19,6 +19,8 @@ from maxtext.inference.sequence import Sequence
 
 # Of a decode program that is cut short because requests wait, or a grammar has to check tokens.
 MIN_DECODE_STEPS = 4
+# By which a decode program is shorter while most slots are free and requests may arrive.
+LOW_LOAD_DIVISOR = 8
 Chunks = list[tuple[Sequence, int]]  # sequences, and how many of their tokens to prefill
 
 
@@ -49,7 +51,9 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # the oldest first
         self.unfinished: dict[int, Sequence] = {}  # waiting and running, by request id
+        self.num_slots = num_slots
         self.free_slots = list(range(num_slots))[::-1]
+        self.expects_requests = False  # they may arrive at any time
         # Slots whose sequence the host has finished, while the device may still extend it.
         self.finished_slots: set[int] = set()
         self.blocked = False  # too few blocks are free for the next waiting sequence
@@ -59,6 +63,18 @@ class Scheduler:
     def num_available_slots(self) -> int:
         """Free slots that no waiting sequence will take; negative if more wait."""
         return len(self.free_slots) - len(self.waiting)
+
+    @property
+    def has_full_batch(self) -> bool:
+        """Whether the waiting sequences take all free slots or fill a prefill batch."""
+        if len(self.waiting) >= len(self.free_slots):
+            return True
+        return sum(len(seq.token_ids) for seq in self.waiting) >= self.max_batched_tokens
+
+    @property
+    def has_low_load(self) -> bool:
+        """Whether most slots are free, and requests that could take them may arrive."""
+        return self.expects_requests and 2 * len(self.free_slots) > self.num_slots
 
     @property
     def has_decoding(self) -> bool:
@@ -234,14 +250,23 @@ class Scheduler:
 
     def decode_steps(self, sequences: list[Sequence], limit: int) -> int:
         """How many steps to decode these sequences in one program, at most `limit`."""
+        if self.has_low_load:  # a long program would delay requests that arrive meanwhile
+            limit = max(1, limit // LOW_LOAD_DIVISOR)
         steps = min(limit, max((seq.num_remaining for seq in sequences), default=0))
         if any(seq.grammar is not None for seq in sequences):
             steps = min(steps, MIN_DECODE_STEPS)  # tokens after one that is not allowed are lost
         if self.waiting and sequences:
             # The sequence that finishes first makes its slot available.
-            shortest = min(seq.num_remaining for seq in sequences)
+            shortest = min(seq.num_remaining for seq in self.running if seq.is_decoding)
             steps = min(steps, max(MIN_DECODE_STEPS, shortest))
         return steps
+
+    def should_collect_first(self, sequences: list[Sequence]) -> bool:
+        """Whether a decode program for these sequences would delay more of those that wait: the
+        programs in flight make more slots available than it would use.
+        """
+        num_finishing = sum(seq.is_decoding and seq.num_remaining <= 0 for seq in self.running)
+        return min(num_finishing, len(self.waiting)) > len(sequences)
 
     def grow(self, sequence: Sequence, num_tokens: int) -> bool:
         """Allocate the blocks that a sequence lacks for `num_tokens` tokens; False if too few are

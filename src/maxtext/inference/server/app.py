@@ -98,7 +98,12 @@ def build_app(model: ServedModel, options: ServerOptions) -> FastAPI:
             allow_methods=["*"],
             allow_headers=["*"],
         )
-    app.add_middleware(RequestMiddleware, metrics=metrics, log_requests=options.log_requests)
+    app.add_middleware(
+        RequestMiddleware,
+        engine=model.engine,
+        metrics=metrics,
+        log_requests=options.log_requests,
+    )
     return app
 
 
@@ -125,15 +130,16 @@ class Endpoints:
 
     def routes(self) -> list[tuple[str, str, Callable[..., Any]]]:
         return [
+            # The router tries them in this order.
+            ("POST", "/v1/completions", self.complete),
+            ("POST", "/v1/chat/completions", self.chat),
+            ("POST", "/v1/responses", self.respond),
             ("GET", "/health", self.health),
             ("GET", "/ping", self.health),
             ("GET", "/version", self.version),
             ("GET", "/metrics", self.scrape),
             ("GET", "/v1/models", self.list_models),
             ("GET", "/v1/models/{name:path}", self.find_model),
-            ("POST", "/v1/completions", self.complete),
-            ("POST", "/v1/chat/completions", self.chat),
-            ("POST", "/v1/responses", self.respond),
             ("POST", "/v1/embeddings", self.embed),
             ("POST", "/v1/load_lora_adapter", self.load_adapter),
             ("POST", "/v1/unload_lora_adapter", self.unload_adapter),

@@ -174,13 +174,12 @@ class RequestParser:
             seed = prompt_seed(fields["seed"], index)
             params = SamplingParams(**fields | {"max_new_tokens": max_tokens, "seed": seed})
             requests.append(self.generation_request(body, ids, params))
-        echoes = [
+        echoes = tuple(
             each if isinstance(each, str) else self.model.tokenizer.decode(ids)
             for each, ids in zip(prompts, token_ids, strict=True)
-        ]
-        return self.api_request(
-            body, requests, ignored, echoes=tuple(echoes) if echo else (), logprobs=logprobs
+            if echo
         )
+        return self.api_request(body, requests, ignored, echoes=echoes, logprobs=logprobs)
 
     def chat(self, body: Body) -> ApiRequest:
         """The body of /v1/chat/completions."""

@@ -15,6 +15,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 from maxtext.common.log import LOGGER
+from maxtext.inference.async_engine import AsyncEngine
 from maxtext.inference.server.errors import ApiError
 from maxtext.inference.server.events import Receive, Send, error_response
 from maxtext.inference.server.ids import new_id
@@ -36,8 +37,15 @@ class RequestMiddleware:
     counts responses. An exception that reaches it becomes an error response, if none has begun.
     """
 
-    def __init__(self, app: AsgiApp, metrics: ServerMetrics, log_requests: bool = False):
+    def __init__(
+        self,
+        app: AsgiApp,
+        engine: AsyncEngine,
+        metrics: ServerMetrics,
+        log_requests: bool = False,
+    ):
         self.app = app
+        self.engine = engine
         self.metrics = metrics
         self.log_requests = log_requests
         # Of a thousand requests that arrive together, few start in one turn of the event loop, so
@@ -63,8 +71,9 @@ class RequestMiddleware:
 
         try:
             if scope["method"] == "POST":
-                async with self.turn:
-                    await asyncio.sleep(0)
+                with self.engine.arrival():
+                    async with self.turn:
+                        await asyncio.sleep(0)
             await self.app(scope, receive, send_with_id)
         except Exception as error:
             response = error_response(ApiError.from_exception(error, state["request_id"]))
