@@ -16,6 +16,7 @@ from maxtext.configs.derive import Devices
 from maxtext.configs.sources import from_overrides
 from maxtext.inference import executor as executor_module
 from maxtext.inference import shapes
+from maxtext.inference.batches import PrefillBatch
 from maxtext.inference.engine import InferenceEngine
 from maxtext.inference.executor import Executor
 from maxtext.inference.programs import Programs
@@ -498,16 +499,27 @@ def test_slots_that_become_free_are_filled_before_a_single_sequence_goes_on(mode
     weights, expected = models("causal")
     engine = InferenceEngine(compiled("causal"), weights, 4, LENGTH, timed=False)
     programs = []
-    for name in ("prefill", "decode"):
 
-        def spy(executor, batch, name=name, program=getattr(Executor, name)):
-            programs.append(name)
-            return program(executor, batch)
+    def run(executor, program, batch, run=Executor.run):
+        programs.append("prefill" if isinstance(batch, PrefillBatch) else "decode")
+        return run(executor, program, batch)
 
-        monkeypatch.setattr(Executor, name, spy)
+    monkeypatch.setattr(Executor, "run", run)
     requests = [new_request((index, 2), 40 if index == 0 else 5) for index in range(7)]
     assert engine.generate(requests) == [expected(request) for request in requests]
     assert programs[:4] == ["prefill", "decode", "prefill", "decode"]
+
+
+@pytest.mark.parametrize("penalty", [0.0, 1.0])  # without and with logits processors
+def test_programs_of_a_new_engine_are_compiled_once(models, penalty):
+    programs = programs_of(configuration(*KINDS["causal"]))
+    weights = jax.device_put(models("causal")[0], programs.rules.replicated())
+    request = new_request((1, 2), 9, presence_penalty=penalty)
+    for _ in range(2):
+        engine = InferenceEngine(programs, weights, 2, LENGTH, timed=False)
+        for _ in range(2):
+            engine.generate([request])
+    assert programs.prefill._cache_size() == programs.decode._cache_size() == 1
 
 
 REJECTED = {

@@ -266,9 +266,9 @@ class InferenceEngine:
                 self.cache_prefix(sequence)
 
     def decode(self) -> list[StepOutput]:
-        """Dispatch a decode program for the sequences that are prefilled, unless it would delay more
-        of those that wait. If blocks run out, the tokens of programs in flight are collected first,
-        and sequences preempted.
+        """Dispatch a decode program for the sequences that are prefilled, unless it would delay
+        more of those that wait. If blocks run out, the tokens of programs in flight are collected
+        first, and sequences preempted.
         """
         outputs: list[StepOutput] = []
         sequences = self.scheduler.decodable()

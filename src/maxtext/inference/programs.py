@@ -137,29 +137,37 @@ class Programs:
 
         return jax.jit(target_logprobs)
 
+    def jit(self, function: Any, **options: Any) -> Any:
+        """`jax.jit` of a function that returns states. On one device their sharding is stated:
+        new states and those that programs return would differ in how they express it, and the
+        first program of an engine would be compiled again for its second run.
+        """
+        sharding = self.rules.replicated() if self.rules.mesh.size == 1 else None
+        return jax.jit(function, out_shardings=sharding, **options)
+
     @cached_property
     def init_state(self) -> Any:
-        return jax.jit(self.run_init_state, static_argnums=0)
+        return self.jit(self.run_init_state, static_argnums=0)
 
     @cached_property
     def prefill(self) -> Any:
-        return jax.jit(self.run_prefill, donate_argnums=(1, 3))
+        return self.jit(self.run_prefill, donate_argnums=(1, 3))
 
     @cached_property
     def decode(self) -> Any:
         has_adapters = self.build.adapters is not None or self.config.lora_rank > 0
         concurrent = has_adapters and self.build.platform == "gpu"
         options = CONCURRENT_KERNELS if concurrent else None
-        return jax.jit(self.run_decode, donate_argnums=(1, 3), compiler_options=options)
+        return self.jit(self.run_decode, donate_argnums=(1, 3), compiler_options=options)
 
     @cached_property
     def init_processors(self) -> Any:
-        return jax.jit(ProcessorState.zeros, static_argnums=(0, 1))
+        return self.jit(ProcessorState.zeros, static_argnums=(0, 1))
 
     @cached_property
     def set_processors(self) -> Any:
         """The state of the processors with another row in a slot."""
-        return jax.jit(ProcessorState.set_rows, donate_argnums=0)
+        return self.jit(ProcessorState.set_rows, donate_argnums=0)
 
     @cached_property
     def read_caches(self) -> Any:
@@ -182,7 +190,7 @@ class Programs:
             ]
             return replace(state, caches=caches)
 
-        return jax.jit(write_caches, static_argnums=3, donate_argnums=0)
+        return self.jit(write_caches, static_argnums=3, donate_argnums=0)
 
     def run_init_state(self, cache_config: CacheConfig) -> EngineState:
         return EngineState(
