@@ -301,6 +301,7 @@ class AsyncEngine:
             and time.monotonic() < end
         ):
             self.run_commands(wait=True, timeout=GATHER_POLL_SECONDS)
+        self.run_commands(wait=False)  # what came since the last of these waits ended
 
     def start(self, stream: BaseStream, prepared: PreparedRequest) -> None:
         self.streams[stream.request_id] = stream
