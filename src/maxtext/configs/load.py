@@ -158,8 +158,9 @@ def fill_defaults(settings: Layer, environ: Mapping[str, str]) -> None:
     steps, epochs = settings["steps"], settings["num_epoch"]
     if is_fine_tuning and steps.source.is_user and epochs.source.kind == "default":
         # Data for fine-tuning is small: it is repeated as often as the steps need. An epoch may be
-        # less than a batch, or packed even less than a row.
-        settings["num_epoch"] = Setting(UNBOUNDED_EPOCHS, Source("derived", "steps"))
+        # less than a batch, or packed even less than a row. One step reads the data once.
+        epochs_needed = 1 if steps.value == 1 else UNBOUNDED_EPOCHS
+        settings["num_epoch"] = Setting(epochs_needed, Source("derived", "steps"))
     if fields.validated("enable_lora", settings["enable_lora"].value) is False:
         for key in Adapters.model_fields.keys() - {"enable_lora", "max_adapters"}:
             settings[key] = sources.base_layer()[key]
