@@ -15,7 +15,7 @@ WORDS = ["<s>", "</s>", "<unk>", *(f"w{number}" for number in range(3, 61))]
 
 
 def build_hf_model():
-    torch.manual_seed(0)
+    torch.manual_seed(58)  # the greedy tokens of a row are all different
     config = transformers.LlamaConfig(
         vocab_size=len(WORDS),
         hidden_size=32,
