@@ -64,7 +64,7 @@ CASES: dict[str, dict[str, Any]] = {
     "sft": dict(shape="1b", rows=8, length=2048, keys=["remat_policy=none"]),
     "lora": dict(
         shape="8b", rows=4, length=4096, lora=True,
-        keys=[*ADAPTERS, "remat_policy=full", "num_vocab_tiling=8"],
+        keys=[*ADAPTERS, "remat_policy=full", "num_vocab_tiling=8", "max_segments_per_seq=8"],
     ),
     "qlora": dict(
         shape="8b", rows=1, length=4096, lora=True,

@@ -327,6 +327,27 @@ def test_warm_up_compiles_programs_for_subsets_of_the_slots(folder, monkeypatch)
 
 
 @pytest.mark.slow
+def test_nothing_is_compiled_after_the_warm_up_where_prompts_share_rows(folder, monkeypatch):
+    """As on a GPU, whatever the number of requests that arrive together, and their lengths."""
+    build = replace(REFERENCE, platform="gpu", num_devices=2)
+    monkeypatch.setattr("maxtext.inference.llm.inference_context", lambda config, rules: build)
+    monkeypatch.setattr(Executor, "supports_packing", True)
+    packed_shapes = ((16, 3), (32, 3), (64, 3), (64, 7))
+    monkeypatch.setattr("maxtext.inference.shapes.PACKED_SHAPES", packed_shapes)
+    sizes = {"max_target_length": 32, "max_prefill_predict_length": 24, "per_device_batch_size": 6}
+    pages = {"attention": "paged", "pagedattn_tokens_per_page": 8, "pagedattn_num_pages": 24}
+    llm = LLM.load(folder, **{**EXACT, **pages}, **sizes, enable_model_warmup=True)
+    compiled = num_compiled(llm)
+    assert compiled[0] == len(packed_shapes)
+    random = np.random.default_rng(0)
+    for count in (1, 2, 3, 5, 6, 9):
+        prompts = [[7] * int(random.integers(1, 24)) for _ in range(count)]
+        requests = [new_request(prompt, 8, ignore_eos=True) for prompt in prompts]
+        list(llm.completions(iter(requests)))
+    assert num_compiled(llm) == compiled
+
+
+@pytest.mark.slow
 def test_save_and_load_again(llm, folder, ids, tmp_path):
     """A native folder, and from that a Hugging Face folder with the same bits and assets."""
     from safetensors.numpy import load_file

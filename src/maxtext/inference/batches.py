@@ -86,8 +86,7 @@ class BatchBuilder:
         """The next `count` tokens of each (sequence, count), all in one row if `packed`."""
         sequences = [seq for seq, _ in chunks]
         if packed:
-            width = shapes.PACKED_TOKENS
-            rows = shapes.packed_prompts(len(chunks))
+            width, rows = shapes.packed_shape(sum(count for _, count in chunks), len(chunks))
         else:
             width = shapes.row_tokens(chunks[0][1])
             rows = shapes.prefill_rows(len(chunks), width, self.num_slots, self.few_programs)

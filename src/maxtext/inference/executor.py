@@ -136,8 +136,9 @@ class Executor:
             return False
         dtype = config.dtype.value
         requests = [
-            packed_request(spec, shapes.PACKED_TOKENS, dtype, self.programs.build.platform)
+            packed_request(spec, tokens, dtype, self.programs.build.platform)
             for spec in specs
+            for tokens, _ in shapes.PACKED_SHAPES
         ]
         return all(attention.fastest_backend(request) != "dot_product" for request in requests)
 

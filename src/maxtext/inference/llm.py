@@ -406,9 +406,7 @@ class LLM(AdapterMethods):
         executor = self.engine_for(
             config.global_batch_size_to_load, config.max_target_length
         ).executor
-        for requests in warmup_requests(
-            config, params, executor.decode_rows, executor.few_programs
-        ):
+        for requests in warmup_requests(config, params, executor):
             list(self.completions(iter(requests)))
 
     def save(self, folder: str | os.PathLike, progress: Progress | None = None) -> None:

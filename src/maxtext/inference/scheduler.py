@@ -216,27 +216,21 @@ class Scheduler:
         return shapes.row_tokens(self.next_chunk(sequence)), sequence.num_computed == 0
 
     def pack(self, pending: list[Sequence]) -> list[Sequence]:
-        """The oldest sequence and others that fit in its row; empty if rows of their own are
-        better.
-        """
-        capacity = shapes.PACKED_TOKENS
+        """The oldest sequence and others that fit in its row; empty if it needs its own row."""
+        allowed = [shape for shape in shapes.PACKED_SHAPES if shape[0] <= self.max_batched_tokens]
+        capacity = max((tokens for tokens, _ in allowed), default=0)
         first, *others = [seq for seq in pending if seq.num_computed == 0] or pending[:1]
-        too_long = self.next_chunk(first) > capacity or capacity > self.max_batched_tokens
-        if not self.supports_packing or first is not pending[0] or too_long:
+        too_long = self.next_chunk(first) > capacity
+        if not self.supports_packing or first is not pending[0] or first.num_computed or too_long:
             return []
         packed, budget = [first], capacity - self.next_chunk(first)
         # The longest first: short ones fit in what they leave.
         for sequence in sorted(others, key=self.next_chunk, reverse=True):
             count = self.next_chunk(sequence)
-            if count <= budget and len(packed) < shapes.PACKED_PROMPTS[-1]:
+            if count <= budget and len(packed) < max(prompts for _, prompts in allowed):
                 packed.append(sequence)
                 budget -= count
-        # A batch of few rows has fewer tokens than a shared row, unless the rows are long.
-        first_row = shapes.row_tokens(self.next_chunk(first))
-        well_filled = budget <= capacity // 2 or shapes.FEW_ROWS * first_row >= capacity
-        if len(packed) > shapes.FEW_ROWS or (len(packed) > 1 and well_filled):
-            return packed
-        return []
+        return packed
 
     # Decode.
 

@@ -1,10 +1,20 @@
 """The shapes of batches. Every shape is a compiled program, so there are few."""
 
-PACKED_TOKENS = 4096  # of a row that several prompts share
-MAX_PREFILL_TOKENS = PACKED_TOKENS  # of a batch, unless a single prompt has more
-# Prompts in a shared row; with the padding after them, powers of two. Attention does some work for
-# each segment, even an empty one.
-PACKED_PROMPTS = (7, 15, 31, 63)
+MAX_PREFILL_TOKENS = 4096  # of a batch, unless a single prompt has more
+# Rows that prompts share: the tokens of a row, and the most prompts. With the padding after them,
+# these are a power of two. Attention does some work for each segment, even an empty one.
+PACKED_SHAPES = (
+    (256, 7),
+    (512, 7),
+    (1024, 15),
+    (1536, 15),
+    (2048, 15),
+    (3072, 31),
+    (4096, 7),
+    (4096, 15),
+    (4096, 31),
+    (4096, 63),
+)
 FEW_ROWS = 8  # the batch size between one row and the maximum, where there are few programs
 MIN_ROW_TOKENS = 16  # of a prefill row
 MIN_KV_LEN = 64  # KV cache positions that attention reads
@@ -37,9 +47,9 @@ def prefill_rows(count: int, tokens: int, num_slots: int, few_programs: bool) ->
     return next(rows for rows in (1, min(FEW_ROWS, most), most) if rows >= count)
 
 
-def packed_prompts(count: int) -> int:
-    """The number of prompts that a shared row is compiled for, at least `count`."""
-    return next(prompts for prompts in PACKED_PROMPTS if prompts >= count)
+def packed_shape(tokens: int, prompts: int) -> tuple[int, int]:
+    """The smallest of PACKED_SHAPES for `prompts` with `tokens` in all."""
+    return next(shape for shape in PACKED_SHAPES if tokens <= shape[0] and prompts <= shape[1])
 
 
 def kv_length(num_tokens: int, max_length: int) -> int:
