@@ -46,7 +46,7 @@ CASES: dict[str, dict[str, Any]] = {
     "8b": dict(
         shape="8b", prompts=32, samples=8, prompt=256, completion=512, offline=256,
         peer_rows=8, micro_batch=2,
-        keys=["remat_policy=minimal_with_context"],
+        keys=["remat_policy=none"],
     ),
     "tiny": dict(
         shape="tiny", prompts=2, samples=4, prompt=16, completion=16, offline=8,

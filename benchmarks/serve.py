@@ -4,7 +4,7 @@
     python benchmarks/serve.py --model 8b --streams 512 --requests 512 --rounds 1
 
 The model has random weights: `tiny` in float32, for CPUs, or the shape of an 8B model in bfloat16,
-as in decode.py. It is loaded once, and prefill is compiled for each number of prompts. Rounds
+as in decode.py. It is loaded once, and warmed up as a server is on a GPU. Rounds
 alternate between `LLM.completions` of all requests and the same requests by `maxtext bench serve`,
 a process of its own, which sends them at once; the first round of each is not counted. Then:
 
@@ -242,7 +242,10 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         llm = load_model(options.model, options.streams, Path(folder), keys)
         note("loaded")
-        warm_up(llm, options, lengths)
+        if options.model == "tiny":
+            warm_up(llm, options, lengths)
+        else:
+            llm.warm_up()
         tune_interpreter()
         note("compiled")
         result, rate = compare(llm, options, lengths)

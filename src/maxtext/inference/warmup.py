@@ -14,8 +14,8 @@ from maxtext.inference.sampling_params import SamplingParams
 def warmup_requests(
     config: MaxTextConfig, params: SamplingParams, executor: Executor
 ) -> Iterator[list[GenerationRequest]]:
-    """Lists of requests for prompts up to max_prefill_predict_length, sequences up to
-    max_target_length, and tokens that are sampled as with `params`.
+    """Lists of requests for prompts up to max_prefill_predict_length, or of any length where they
+    share rows, sequences up to max_target_length, and tokens that are sampled as with `params`.
     """
     length, vocab_size = config.max_target_length, config.vocab_size
     params = replace(params, ignore_eos=True, logprobs=0 if config.return_log_prob else None)
@@ -45,7 +45,7 @@ def prompt_shapes(config: MaxTextConfig, executor: Executor) -> Iterator[tuple[i
     if executor.supports_packing:
         for tokens, prompts in shapes.PACKED_SHAPES:
             count = min(prompts, slots)
-            yield min(tokens // count, longest), count
+            yield min(tokens // count, length - 2), count
         # Decode programs that read blocks in place do not depend on lengths.
         sizes = [1] if executor.reads_in_place else powers_of_two(longest) + beyond
         counts = set(executor.decode_rows)

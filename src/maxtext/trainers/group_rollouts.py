@@ -114,6 +114,7 @@ class GroupRolloutStep:
         first = self.step - self.step % self.config.num_iterations
         is_first_update = self.batch is None or first == self.step
         is_on_policy = False
+        sampled: SampledBatch | None = None
         if is_first_update:
             if first < self.step:
                 self.rollouts = self.recorded_rollouts(first)
@@ -122,7 +123,6 @@ class GroupRolloutStep:
                 is_on_policy = sampled.version == self.step
                 self.rollouts = self.with_old_logps(state, sampled.rollouts)
                 clock.stop("score")
-                self.record(sampled)
             self.batch = self.prepare(self.rollouts)
         assert self.batch is not None
         later = self.later_prompts() if is_first_update else []
@@ -131,6 +131,8 @@ class GroupRolloutStep:
         clock.stop("prepare")
         version = self.step
         state, metrics = self.train_step(state, self.batch, key)
+        if sampled is not None:
+            self.record(sampled)  # while the device computes the update
         self.sample_later(later, version, clock)
         differences = np.asarray(metrics.pop(ROW_DIFFERENCES))
         positions = np.asarray(metrics.pop(ROW_POSITIONS)).astype(int)
