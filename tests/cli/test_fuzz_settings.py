@@ -156,7 +156,7 @@ def build(settings: list[str], name: str) -> bool:
 
 def test_random_settings(capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    counts = fuzz(0, 40, capsys, builds=4)
+    counts = fuzz(0, 60, capsys, builds=4)
     assert counts["accepted"] >= 5
     assert counts["refused"] >= 5
     assert not list(tmp_path.iterdir())
