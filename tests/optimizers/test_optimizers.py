@@ -289,18 +289,6 @@ def test_state_shardings_follow_from_parameter_shardings():
     ("settings", "message"),
     [
         (
-            {"opt_type": "sgd", "mu_dtype": "bfloat16"},
-            "mu_dtype=bfloat16 has no effect with opt_type=sgd",
-        ),
-        (
-            {"opt_type": "sgd", "adamw_mask": ["norm"]},
-            "adamw_mask=.* has no effect with opt_type=sgd",
-        ),
-        (
-            {"opt_type": "adamw", "muon_consistent_rms": 0.2},
-            "muon_consistent_rms=0.2 has no effect with opt_type=adamw",
-        ),
-        (
             {"wsd_decay_style": "cosine"},
             "wsd_decay_style=cosine has no effect with lr_schedule_type=cosine",
         ),
@@ -323,3 +311,17 @@ def test_state_shardings_follow_from_parameter_shardings():
 def test_rejects_inconsistent_keys(settings, message):
     with pytest.raises(ConfigError, match=message):
         build_optimizer(config_with(**settings), AXES)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"opt_type": "sgd", "mu_dtype": "bfloat16"}, "mu_dtype=bfloat16 has no effect"),
+        ({"opt_type": "sgd", "adam_b2": 0.99}, "adam_b2=0.99 has no effect with opt_type=sgd"),
+        ({"opt_type": "sgd", "adamw_mask": ["norm"]}, "adamw_mask=['norm'] has no effect"),
+        ({"muon_consistent_rms": 0.2}, "muon_consistent_rms=0.2 has no effect with opt_type=adamw"),
+    ],
+)
+def test_warns_of_keys_of_other_optimizers(settings, message, caplog):
+    build_optimizer(config_with(**settings), AXES)
+    assert message in caplog.text

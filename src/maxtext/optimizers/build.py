@@ -13,6 +13,8 @@ Updates are float32 (frozen ones have the gradient's dtype); optax.apply_updates
 once.
 """
 
+import logging
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -27,6 +29,7 @@ from maxtext.optimizers.paths import match_patterns, parameter_paths
 from maxtext.optimizers.schedules import learning_rate_schedule
 from maxtext.optimizers.spikes import skip_spikes
 
+LOGGER = logging.getLogger(__name__)
 ADAM_KEYS = (
     "adam_b1",
     "adam_b2",
@@ -50,7 +53,7 @@ def build_optimizer(
     `update(grads, state, params, loss=..., raw_grad_norm=...)`: only skip_step_on_spikes uses the
     last two.
     """
-    refuse_unread_keys(config)
+    check_unread_keys(config)
     paths = parameter_paths(axis_names, is_leaf=_is_axes)
     trainable = trainable_mask(config, axis_names, trained)
     dimensions = jax.tree.map(lambda _: None, paths)
@@ -133,36 +136,27 @@ def _is_axes(node: Any) -> bool:
     return isinstance(node, tuple)
 
 
-def refuse_unread_keys(config: MaxTextConfig) -> None:
-    """Raise ConfigError for keys that the optimizer or schedule ignores and that are not at their
-    default, and for decay rates of 1 or more.
+def check_unread_keys(config: MaxTextConfig) -> None:
+    """Look at keys that are not at their default and have no effect. Those of another optimizer are
+    a warning, since settings are often shared by several; others raise ConfigError, as do decay
+    rates of 1 or more.
     """
-    unread: list[tuple[tuple[str, ...], str]] = []
+    opt_type = f"opt_type={_text(config.opt_type)}"
     decay_keys = ["adam_b1", "adam_b2"]
     if config.opt_type == "sgd":
-        # SGD does not decay weights, as a decay of 0 asks.
-        inert = () if config.adam_weight_decay else ("adam_weight_decay", "adamw_mask")
-        keys = tuple(key for key in ADAM_KEYS if key not in inert)
-        unread.append((keys, "opt_type=sgd"))
+        warn_of_unread_keys(config, ADAM_KEYS, opt_type)
         decay_keys = []
     if config.opt_type == "muon":
         decay_keys.append("muon_beta")
     else:
-        unread.append((MUON_KEYS, f"opt_type={_text(config.opt_type)}"))
+        warn_of_unread_keys(config, MUON_KEYS, opt_type)
+    problems = []
     if config.lr_schedule_type != "wsd":
-        unread.append((WSD_KEYS, f"lr_schedule_type={_text(config.lr_schedule_type)}"))
+        reason = f"lr_schedule_type={_text(config.lr_schedule_type)}"
+        problems += unread_keys(config, WSD_KEYS, reason)
     if not config.skip_step_on_spikes:
-        unread.append((SKIP_KEYS, "skip_step_on_spikes=false"))
-    defaults = {
-        key: field.get_default(call_default_factory=True)
-        for key, field in type(config).model_fields.items()
-    }
-    problems = [
-        f"{key}={_text(getattr(config, key))} has no effect with {reason}: leave it out"
-        for keys, reason in unread
-        for key in keys
-        if getattr(config, key) != defaults[key] and not is_true_anyway(key, config)
-    ]
+        problems += unread_keys(config, SKIP_KEYS, "skip_step_on_spikes=false")
+    problems = [f"{problem}: leave it out" for problem in problems]
     problems += [
         f"{key}={getattr(config, key)} would never forget the first gradient: it must be below 1"
         for key in decay_keys
@@ -172,9 +166,26 @@ def refuse_unread_keys(config: MaxTextConfig) -> None:
         raise ConfigError(*problems)
 
 
+def warn_of_unread_keys(config: MaxTextConfig, keys: Sequence[str], reason: str) -> None:
+    for problem in unread_keys(config, keys, reason):
+        LOGGER.warning("%s", problem)
+
+
+def unread_keys(config: MaxTextConfig, keys: Sequence[str], reason: str) -> list[str]:
+    """A sentence for each key that is not at its default."""
+    fields = type(config).model_fields
+    return [
+        f"{key}={_text(getattr(config, key))} has no effect with {reason}"
+        for key in keys
+        if getattr(config, key) != fields[key].get_default(call_default_factory=True)
+        and not is_true_anyway(key, config)
+    ]
+
+
 def is_true_anyway(key: str, config: MaxTextConfig) -> bool:
-    """Whether a key asks for what an optimizer does without reading it: SGD has no weight decay."""
-    return key == "adam_weight_decay" and config.adam_weight_decay == 0
+    """Whether a key asks for what an optimizer does without reading it: SGD has no weight decay,
+    whatever is left out of it."""
+    return key in ("adam_weight_decay", "adamw_mask") and config.adam_weight_decay == 0
 
 
 def _text(value: Any) -> str:
