@@ -89,9 +89,9 @@ def infrequent_garbage_collection():
 def restored_logger():
     """Restore the package's logger after a test that configures it."""
     logger = logging.getLogger("maxtext")
-    before = logger.propagate, logger.level
+    propagate, level, handlers = logger.propagate, logger.level, logger.handlers[:]
     yield
-    logger.propagate, level = before
+    logger.propagate, logger.handlers[:] = propagate, handlers
     logger.setLevel(level)
 
 

@@ -13,7 +13,6 @@ Updates are float32 (frozen ones have the gradient's dtype); optax.apply_updates
 once.
 """
 
-import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +20,7 @@ import jax
 import optax
 
 from maxtext.common.errors import ConfigError
+from maxtext.common.log import LOGGER
 from maxtext.configs.sources import is_preset
 from maxtext.configs.types import MaxTextConfig
 from maxtext.optimizers.moments import cast_to_float32, scale_by_adam_pax, scale_by_adamw
@@ -29,7 +29,6 @@ from maxtext.optimizers.paths import match_patterns, parameter_paths
 from maxtext.optimizers.schedules import learning_rate_schedule
 from maxtext.optimizers.spikes import skip_spikes
 
-LOGGER = logging.getLogger(__name__)
 ADAM_KEYS = (
     "adam_b1",
     "adam_b2",
