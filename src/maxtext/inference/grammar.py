@@ -125,7 +125,7 @@ class GrammarCompiler:
             if constraint.preamble:
                 grammar = append_grammar(constraint.preamble, grammar)
             matcher = create(self.tokenizer, grammar, log_level=0, limits=self.limits)
-            # A grammar that refers to itself without end is only found by its first mask.
+            # A grammar that refers to itself without end is only detected by its first mask.
             first = matcher.deep_copy()
             first.compute_bitmask()
             error = read_error(first)

@@ -47,21 +47,29 @@ class FormattingFunction:
 
     def __call__(self, record: Record) -> Record:
         """Raises UnusableRecord if the function fails for this record."""
-        try:
-            row = self.function(record, **self.arguments)
-        except UserError:
-            raise
-        except Exception as error:  # the user's code may raise anything
-            raise UnusableRecord(
-                f"formatting_func_path={self.path} raised {type(error).__name__}: "
-                f"{' '.join(str(error).split()) or 'no message'}"
-            ) from error
+        setting = f"formatting_func_path={self.path}"
+        row = call_user_function(setting, self.function, record, **self.arguments)
         if not isinstance(row, dict):
             raise UnusableRecord(
                 f"formatting_func_path={self.path} returned {type(row).__name__} instead of a "
                 "record of columns"
             )
         return row
+
+
+def call_user_function(
+    setting: str, function: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """The result of the function of `setting`. Raises UnusableRecord if it fails."""
+    try:
+        return function(*args, **kwargs)
+    except UserError:
+        raise
+    except Exception as error:  # the user's code may raise anything
+        raise UnusableRecord(
+            f"{setting} raised {type(error).__name__}: "
+            f"{' '.join(str(error).split()) or 'no message'}"
+        ) from error
 
 
 def load_function(path: str, key: str = "formatting_func_path") -> Callable[..., Any]:

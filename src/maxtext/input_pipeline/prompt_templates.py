@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from maxtext.common.errors import ConfigError, UserError
+from maxtext.common.errors import ConfigError
 from maxtext.common.files import read_json_object
 from maxtext.configs.types import MaxTextConfig
 from maxtext.configs.types.rl import SpecialTokens
 from maxtext.input_pipeline.formats import Record, UnusableRecord
-from maxtext.input_pipeline.formatting import load_function
+from maxtext.input_pipeline.formatting import call_user_function, load_function
 from maxtext.input_pipeline.interface import Split
 from maxtext.input_pipeline.row_forms import Message
 from maxtext.tokenizers import Tokenizer, chat_template
@@ -126,21 +126,11 @@ class DatasetProcessor:
     def __call__(self, record: Record) -> Record:
         """The row of a record, with the column `prompt`. Raises UnusableRecord if the function
         fails."""
-        try:
-            row = self.function(
-                self.dataset_name, self.tokenizer, self.template_config, self.config, dict(record)
-            )
-        except UserError:
-            raise
-        except Exception as error:  # the user's code may raise anything
-            raise UnusableRecord(
-                f"dataset_processor_path={self.path} raised {type(error).__name__}: "
-                f"{' '.join(str(error).split()) or 'no message'}"
-            ) from error
+        setting = f"dataset_processor_path={self.path}"
+        context = self.dataset_name, self.tokenizer, self.template_config, self.config
+        row = call_user_function(setting, self.function, *context, dict(record))
         if not isinstance(row, dict) or not {"prompts", "prompt"} & row.keys():
-            raise UnusableRecord(
-                f"dataset_processor_path={self.path} returned no record with the column prompts"
-            )
+            raise UnusableRecord(f"{setting} returned no record with the column prompts")
         row = dict(row)
         if "prompts" in row:
             row["prompt"] = row.pop("prompts")

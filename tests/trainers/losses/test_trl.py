@@ -186,6 +186,23 @@ def trl_grpo(trl, reduce, level, delta, kl_correction, weights=None):
     return loss.item(), leaf.grad, metrics
 
 
+def our_grpo(**options):
+    return jax_loss(
+        lambda logps: losses.grpo(
+            logps,
+            OLD.numpy(),
+            ADVANTAGES.numpy(),
+            MASK.numpy(),
+            ref_logps=REF_LOGPS.numpy(),
+            beta=0.1,
+            epsilon=0.2,
+            epsilon_high=0.28,
+            **options,
+        ),
+        LOGPS,
+    )
+
+
 @pytest.mark.parametrize(
     ("reduce", "level", "dual_clip", "kl_correction"),
     [
@@ -201,23 +218,8 @@ def test_grpo(trl, reduce, level, dual_clip, kl_correction):
     expected, expected_gradient, expected_metrics = trl_grpo(
         trl, reduce, level, dual_clip, kl_correction
     )
-    loss, (gradient,), metrics = jax_loss(
-        lambda logps: losses.grpo(
-            logps,
-            OLD.numpy(),
-            ADVANTAGES.numpy(),
-            MASK.numpy(),
-            ref_logps=REF_LOGPS.numpy(),
-            beta=0.1,
-            epsilon=0.2,
-            epsilon_high=0.28,
-            dual_clip=dual_clip,
-            level=level,
-            kl_correction=kl_correction,
-            reduce=reduce,
-            max_length=9,
-        ),
-        LOGPS,
+    loss, (gradient,), metrics = our_grpo(
+        dual_clip=dual_clip, level=level, kl_correction=kl_correction, reduce=reduce, max_length=9
     )
     np.testing.assert_allclose(loss, expected, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(gradient, expected_gradient, rtol=1e-4, atol=1e-6)
@@ -239,23 +241,10 @@ def test_correction_for_the_sampler(trl, reduce, level, mode):
     maximum = 1.2
     ratio = ratio.clamp(max=maximum) if mode == "truncate" else ratio * (ratio <= maximum)
     expected, expected_gradient, _ = trl_grpo(trl, reduce, "token", None, False, ratio)
-    loss, (gradient,), _ = jax_loss(
-        lambda logps: losses.grpo(
-            logps,
-            OLD.numpy(),
-            ADVANTAGES.numpy(),
-            MASK.numpy(),
-            ref_logps=REF_LOGPS.numpy(),
-            beta=0.1,
-            epsilon=0.2,
-            epsilon_high=0.28,
-            reduce=reduce,
-            weights=losses.sampler_weights(
-                OLD.numpy(), sampler.numpy(), MASK.numpy(), level=level, mode=mode, maximum=maximum
-            ),
-        ),
-        LOGPS,
+    weights = losses.sampler_weights(
+        OLD.numpy(), sampler.numpy(), MASK.numpy(), level=level, mode=mode, maximum=maximum
     )
+    loss, (gradient,), _ = our_grpo(reduce=reduce, weights=weights)
     np.testing.assert_allclose(loss, expected, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(gradient, expected_gradient, rtol=1e-4, atol=1e-6)
 

@@ -1,4 +1,4 @@
-"""Calls of functions from text in parts: arguments are passed on while the model writes them.
+"""Tool calls from text in parts: arguments are passed on while the model writes them.
 
 A text becomes a call with the first value of its arguments. Before that, text that does not go on
 as a call is content; after it, the arguments end where the model ends them, valid or not.
