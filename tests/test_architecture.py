@@ -143,6 +143,19 @@ def test_modules_import_each_other_in_one_direction():
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError
 
 
+def test_only_commands_import_the_server():
+    """Trainers parse tool calls and reasoning with `inference/parsers`, without HTTP."""
+    modules = module_files()
+    server = "maxtext.inference.server"
+    importing = [
+        name
+        for name, path in modules.items()
+        if not name.startswith((server, "maxtext.cli"))
+        and any(other.startswith(server) for other in imported_modules(path, modules))
+    ]
+    assert not importing
+
+
 def test_functions_have_at_most_80_lines():
     long = [
         f"{path.relative_to(PACKAGE)}:{node.lineno} {node.name}"

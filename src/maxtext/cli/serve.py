@@ -134,11 +134,11 @@ def serve_until_signal(parsed: ServeArguments, served: "ServedModel", server: "H
 
 def build_model(parsed: ServeArguments, session: GenerationSession) -> "ServedModel":
     from maxtext.inference.async_engine import AsyncEngine
+    from maxtext.inference.parsers.reasoning import find_reasoning_parser
+    from maxtext.inference.parsers.tool_calls import find_tool_parser
     from maxtext.inference.sampling_params import SamplingParams
     from maxtext.inference.server.fields import DEFAULT_TEMPERATURE
     from maxtext.inference.server.model import ServedModel, read_sampling_defaults
-    from maxtext.inference.server.reasoning import find_reasoning_parser
-    from maxtext.inference.server.tool_parsers import find_tool_parser
     from maxtext.tokenizers import chat_template
 
     template = chat_template(session.config, session.tokenizer)
@@ -185,7 +185,7 @@ def print_ready(parsed: ServeArguments, model: "ServedModel", listener: socket.s
 
 def parse_arguments(args: list[str]) -> ServeArguments:
     """Raises ConfigError for the first flag that is wrong."""
-    from maxtext.inference.server import reasoning, tool_parsers
+    from maxtext.inference.parsers import reasoning, tool_calls
     from maxtext.inference.server.lifecycle import Tls
 
     if not args or args[0].startswith("-") or "=" in args[0]:
@@ -210,7 +210,7 @@ def parse_arguments(args: list[str]) -> ServeArguments:
         arguments.take_value(args, "--default-chat-template-kwargs")
     )
     adapters = take_adapters(args, bool(adapter))
-    tool_parser = arguments.take_option(args, "--tool-call-parser", tool_parsers.PARSERS)
+    tool_parser = arguments.take_option(args, "--tool-call-parser", tool_calls.PARSERS)
     reasoning_parser = arguments.take_option(args, "--reasoning-parser", reasoning.PARSERS)
     options = parse_options(args)
     unknown = [arg for arg in args if arg.startswith("-") or "=" not in arg]

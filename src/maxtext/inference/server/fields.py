@@ -7,6 +7,7 @@ from typing import Any
 
 from maxtext.common.errors import UserError
 from maxtext.inference.llm import prompt_seed
+from maxtext.inference.parsers.reasoning import Reasoning
 from maxtext.inference.requests import GenerationRequest
 from maxtext.inference.sampling_params import SamplingParams
 from maxtext.inference.server.bodies import (
@@ -19,7 +20,6 @@ from maxtext.inference.server.bodies import (
 )
 from maxtext.inference.server.messages import MessageFormat
 from maxtext.inference.server.model import ServedModel
-from maxtext.inference.server.reasoning import Reasoning
 from maxtext.inference.server.tools import ToolOptions, parse_tools
 from maxtext.inference.structured_outputs import StructuredOutputs, parse_response_format
 from maxtext.inference.validation import RequestError, check_range, check_whole_number, shorten

@@ -3,15 +3,15 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from maxtext.inference.server.ids import new_id
-from maxtext.inference.server.message_parsers import (
+from maxtext.inference.parsers.message_parser import (
     MessageDelta,
     MessageParser,
     ParserChain,
     TagFilter,
 )
-from maxtext.inference.server.reasoning import Reasoning
-from maxtext.inference.server.tool_parsers import PARSER_TAGS
+from maxtext.inference.parsers.reasoning import Reasoning
+from maxtext.inference.parsers.tool_calls import PARSER_TAGS
+from maxtext.inference.server.ids import new_id
 from maxtext.inference.server.tools import ToolOptions
 
 
@@ -23,7 +23,7 @@ class MessageFormat:
 
     tools: ToolOptions = field(default_factory=ToolOptions)
     reasoning: Reasoning = field(default_factory=Reasoning)
-    tool_parser: str = "none"  # of `tool_parsers.PARSERS`
+    tool_parser: str = "none"  # of `tool_calls.PARSERS`
     hidden_tags: tuple[str, ...] = ()
 
     @property

@@ -35,7 +35,7 @@ class ServedModel:
     chat_template: ChatTemplate | None = None
     template_defaults: Mapping[str, Any] = field(default_factory=dict)
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
-    tool_parser: str = "none"  # of `tool_parsers.PARSERS`, for tool_choice="auto"
+    tool_parser: str = "none"  # of `tool_calls.PARSERS`, for tool_choice="auto"
     reasoning_parser: str = "none"  # of `reasoning.PARSERS`
     created: int = field(default_factory=lambda: int(time.time()))
 

@@ -5,13 +5,13 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
+from maxtext.inference.parsers.message_parser import MessageDelta
 from maxtext.inference.requests import Completion
 from maxtext.inference.server.active import ActiveRequest
 from maxtext.inference.server.choices import Json, finish
 from maxtext.inference.server.events import encode_json
 from maxtext.inference.server.fields import ApiRequest
 from maxtext.inference.server.ids import new_id
-from maxtext.inference.server.message_parsers import MessageDelta
 from maxtext.inference.server.model import ServedModel
 
 # The part of an item with text by the type of the item; events about it have the same name.

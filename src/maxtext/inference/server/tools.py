@@ -9,14 +9,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from maxtext.inference.server.bodies import Body, flag
-from maxtext.inference.server.message_parsers import (
+from maxtext.inference.parsers.message_parser import (
     FirstCallParser,
     MessageParser,
     NamedCallParser,
     RequiredCallParser,
 )
-from maxtext.inference.server.tool_parsers import build_tool_parser
+from maxtext.inference.parsers.tool_calls import build_tool_parser
+from maxtext.inference.server.bodies import Body, flag
 from maxtext.inference.structured_outputs import StructuredOutputs, schema_text
 from maxtext.inference.validation import RequestError, shorten
 
@@ -53,7 +53,7 @@ class ToolOptions:
         return StructuredOutputs("json", schema_text(schema, "tools"), "tools")
 
     def build_parser(self, name: str) -> MessageParser:
-        """A new parser for the text of one message. `name` is one of `tool_parsers.PARSERS`."""
+        """A new parser for the text of one message. `name` is one of `tool_calls.PARSERS`."""
         if self.is_named:
             return NamedCallParser(self.choice)
         if self.choice == "required":

@@ -16,8 +16,8 @@ from functools import partial
 from typing import Any
 
 from maxtext.common.errors import ConfigError
-from maxtext.inference.server import reasoning, tool_parsers
-from maxtext.inference.server.message_parsers import MessageParser
+from maxtext.inference.parsers import reasoning, tool_calls
+from maxtext.inference.parsers.message_parser import MessageParser
 from maxtext.trainers.agents.environment import Message, SingleTurn, Step
 from maxtext.trainers.agents.function_schema import Schema, function_schema
 
@@ -119,7 +119,7 @@ class ToolEnvironment(SingleTurn):
 
 def call_format(template: str) -> str:
     """The form of calls of a model's family. Raises ConfigError if its chat template has none."""
-    parser = tool_parsers.find_tool_parser(template)
+    parser = tool_calls.find_tool_parser(template)
     if parser == "none":
         raise ConfigError(
             "the chat template of this model has no form of tool calls that is known here: set "
@@ -130,7 +130,7 @@ def call_format(template: str) -> str:
 
 def call_tags(parser: str) -> tuple[str, ...]:
     """The special tokens that calls are recognised by."""
-    return (*tool_parsers.PARSER_TAGS[parser], *reasoning.PARSER_TAGS.get(parser, ()))
+    return (*tool_calls.PARSER_TAGS[parser], *reasoning.PARSER_TAGS.get(parser, ()))
 
 
 def parse_calls(text: str, parser: str, parameters: Mapping[str, Schema]) -> list[ToolCall]:
@@ -139,7 +139,7 @@ def parse_calls(text: str, parser: str, parameters: Mapping[str, Schema]) -> lis
     if parser == "gpt_oss":
         message_parser = reasoning.HarmonyParser(with_calls=True)
     else:
-        message_parser = tool_parsers.build_tool_parser(parser, parameters)
+        message_parser = tool_calls.build_tool_parser(parser, parameters)
     names: list[str] = []
     arguments: list[str] = []
     for delta in message_parser.add(text, last=True):

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from maxtext.inference.server.json_scanner import JsonScanner
+from maxtext.inference.parsers.json_scanner import JsonScanner
 
 OBJECT = '{"a": [1, -2.5e+3, {"b": null}, []], "c\\u00e9\\"": "x\\ny}", "d": {"e": true, "f": {}}} '
 

@@ -5,7 +5,7 @@ What cannot be parsed as a call is content.
 
 import re
 
-from maxtext.inference.server.call_readers import (
+from maxtext.inference.parsers.call_readers import (
     ArgumentsReader,
     CallReader,
     JsonCallReader,
@@ -15,7 +15,7 @@ from maxtext.inference.server.call_readers import (
     Schemas,
     XmlCallReader,
 )
-from maxtext.inference.server.message_parsers import MessageDelta, MessageParser, partial_length
+from maxtext.inference.parsers.message_parser import MessageDelta, MessageParser, partial_length
 
 MISTRAL_CALL = re.compile(r"\s*([^\s\[\]{}\"]+)\s*(?:\[CALL_ID\][^\[{]*)?(?:\[ARGS\])?\s*(?=\{)")
 

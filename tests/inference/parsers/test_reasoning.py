@@ -5,8 +5,8 @@ import json
 import pytest
 
 from maxtext.inference.grammar import GrammarCompiler
+from maxtext.inference.parsers.reasoning import Reasoning, find_reasoning_parser
 from maxtext.inference.server.messages import MessageBuilder, MessageFormat
-from maxtext.inference.server.reasoning import Reasoning, find_reasoning_parser
 from maxtext.inference.server.tools import ToolOptions
 from maxtext.inference.structured_outputs import StructuredOutputs
 from maxtext.tokenizers.hugging_face import HuggingFaceTokenizer

@@ -10,8 +10,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from maxtext.inference.server.json_scanner import JsonScanner
-from maxtext.inference.server.message_parsers import MessageDelta, call_deltas
+from maxtext.inference.parsers.json_scanner import JsonScanner
+from maxtext.inference.parsers.message_parser import MessageDelta, call_deltas
 
 Schemas = Mapping[str, Any]  # of arguments, by the name of the function
 Call = tuple[str, Any]  # name, arguments

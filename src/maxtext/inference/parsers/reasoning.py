@@ -9,9 +9,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from maxtext.inference.parsers.call_readers import ArgumentsReader
+from maxtext.inference.parsers.message_parser import MessageDelta, MessageParser, partial_length
 from maxtext.inference.requests import ReasoningSpan
-from maxtext.inference.server.call_readers import ArgumentsReader
-from maxtext.inference.server.message_parsers import MessageDelta, MessageParser, partial_length
 from maxtext.tokenizers import Tokenizer
 
 THINK_START, THINK_END = "<think>", "</think>"

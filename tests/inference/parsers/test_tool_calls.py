@@ -5,12 +5,12 @@ import random
 
 import pytest
 
-from maxtext.inference.server.message_parsers import (
+from maxtext.inference.parsers.message_parser import (
     FirstCallParser,
     NamedCallParser,
     RequiredCallParser,
 )
-from maxtext.inference.server.tool_parsers import build_tool_parser, find_tool_parser
+from maxtext.inference.parsers.tool_calls import build_tool_parser, find_tool_parser
 
 CALL = '<tool_call>{"name": "f", "arguments": {"x": "ü}"}}</tool_call>'
 CODER_CALL = """<tool_call>
