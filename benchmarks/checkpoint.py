@@ -23,10 +23,10 @@ from maxtext.checkpoint.manager import CheckpointManager, StorageOptions
 from maxtext.checkpoint.open import model_text
 from maxtext.checkpoint.state import to_flat_dict
 from maxtext.models.configuration import load
-from maxtext.trainers.compile import compile_train_step
+from maxtext.trainers.checkpointing.init_state import initial_state
+from maxtext.trainers.checkpointing.restore import describe_run, tree_to_save
+from maxtext.trainers.compilation.compile import compile_train_step
 from maxtext.trainers.data_loader import TrainDataLoader
-from maxtext.trainers.init_state import initial_state
-from maxtext.trainers.restore import describe_run, tree_to_save
 from maxtext.trainers.run_context import RunContext
 
 WIDTH, REPEATS = 256, 3

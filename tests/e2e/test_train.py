@@ -8,7 +8,7 @@ import pytest
 
 from maxtext.cli.main import main
 from maxtext.configs.types import MaxTextConfig
-from maxtext.trainers import init_state, restore
+from maxtext.trainers.checkpointing import init_state, restore
 
 SENTENCE = "a quick brown fox jumps over one lazy dog; "  # no word comes twice
 FIELDS = {

@@ -13,9 +13,9 @@ from maxtext.checkpoint.open import open_checkpoint
 from maxtext.common.errors import ConfigError
 from maxtext.configs.sources import HERE, from_python
 from maxtext.layers.lora import split_adapter
+from maxtext.trainers.checkpointing.export import trained_llm
+from maxtext.trainers.checkpointing.init_state import initial_weights
 from maxtext.trainers.configuration import load_run
-from maxtext.trainers.export import trained_llm
-from maxtext.trainers.init_state import initial_weights
 from maxtext.trainers.run_context import RunContext
 from tests.tokenizers.tiny import write_bpe
 

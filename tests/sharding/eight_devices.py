@@ -10,9 +10,9 @@ import numpy as np
 
 from maxtext.models.configuration import load
 from maxtext.sharding import make_mesh
-from maxtext.trainers.compile import compile_train_step
+from maxtext.trainers.checkpointing.init_state import initial_state
+from maxtext.trainers.compilation.compile import compile_train_step
 from maxtext.trainers.data_loader import to_devices
-from maxtext.trainers.init_state import initial_state
 from maxtext.trainers.run_context import RunContext
 
 

@@ -18,9 +18,9 @@ import optax
 from maxtext.common.errors import ConfigError
 from maxtext.configs.derive import Devices
 from maxtext.models.configuration import load
-from maxtext.trainers.compile import compile_train_step
+from maxtext.trainers.checkpointing.init_state import initial_state
+from maxtext.trainers.compilation.compile import compile_train_step
 from maxtext.trainers.data_loader import to_devices
-from maxtext.trainers.init_state import initial_state
 from maxtext.trainers.run_context import RunContext
 from tests.sharding.layouts import COMMON, LAYOUTS, LENGTH, MODELS, ROWS, VOCABULARY
 

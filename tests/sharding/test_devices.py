@@ -11,9 +11,9 @@ from maxtext.models.configuration import load
 from maxtext.models.transformer import make_template
 from maxtext.optimizers import build_optimizer
 from maxtext.sharding import AxisRules, make_mesh
-from maxtext.trainers.compile import compile_train_step
+from maxtext.trainers.checkpointing.init_state import initial_state
+from maxtext.trainers.compilation.compile import compile_train_step
 from maxtext.trainers.data_loader import to_devices
-from maxtext.trainers.init_state import initial_state
 from maxtext.trainers.objective import LanguageModel
 from maxtext.trainers.run_context import RunContext
 from tests.compiling import cpu_devices

@@ -19,7 +19,7 @@ from maxtext.sharding.memory import (
     shard_bytes,
     single_device_rules,
 )
-from maxtext.trainers.estimate import abstract_context
+from maxtext.trainers.memory.estimate import abstract_context
 
 MESH = AbstractMesh((2, 4), ("fsdp", "tensor"))
 

@@ -14,9 +14,9 @@ from maxtext.common.errors import ConfigError
 from maxtext.configs.derive import Devices
 from maxtext.inference.llm import LLM
 from maxtext.models.configuration import load
-from maxtext.trainers.compile import compile_train_step, lower_train_step
+from maxtext.trainers.checkpointing.init_state import initial_state
+from maxtext.trainers.compilation.compile import compile_train_step, lower_train_step
 from maxtext.trainers.data_loader import to_devices
-from maxtext.trainers.init_state import initial_state
 from maxtext.trainers.run_context import RunContext
 
 LAYERS, ROWS, LENGTH, STEPS = 1, 8, 32, 100

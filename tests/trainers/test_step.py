@@ -9,7 +9,7 @@ import pytest
 
 from maxtext.configs.derive import Devices
 from maxtext.models.configuration import load
-from maxtext.trainers.compile import lower_train_step
+from maxtext.trainers.compilation.compile import lower_train_step
 from maxtext.trainers.run_context import RunContext
 from maxtext.trainers.step import accumulate
 

@@ -7,7 +7,7 @@ import pytest
 
 from maxtext.common.log import LOGGER
 from maxtext.models.counts import parameter_count
-from maxtext.trainers import memory
+from maxtext.trainers.memory import usage
 from maxtext.trainers.run_context import RunContext
 
 GIB = 2**30
@@ -15,8 +15,8 @@ GIB = 2**30
 
 @pytest.mark.parametrize(("limit", "warned"), [(23 * GIB, True), (40 * GIB, False), (None, False)])
 def test_warns_if_a_step_does_not_fit(monkeypatch, log_messages, limit, warned):
-    monkeypatch.setattr(memory, "local_memory", lambda device, count: limit)
-    assert memory.warn_if_too_large(39 * GIB, "a step") == bool(log_messages) == warned
+    monkeypatch.setattr(usage, "local_memory", lambda device, count: limit)
+    assert usage.warn_if_too_large(39 * GIB, "a step") == bool(log_messages) == warned
     if warned:
         assert "a step needs about 39.00 GiB on each device, which has 23.00 GiB" in log_messages[0]
         assert "lower per_device_batch_size" in log_messages[0]
@@ -26,7 +26,7 @@ def test_state_bytes(configure):
     """Three float32 arrays for each weight (the weight and two moments), and a few counters."""
     context = RunContext.from_config(configure())
     weights = parameter_count(context.template.weights)
-    assert 12 * weights <= memory.state_bytes(context) <= 12 * weights + 100
+    assert 12 * weights <= usage.state_bytes(context) <= 12 * weights + 100
 
 
 @pytest.mark.slow

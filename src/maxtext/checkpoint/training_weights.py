@@ -1,8 +1,8 @@
 """The weights of a training checkpoint as named tensors, one layer at a time, read on the host.
 
 Conversion, inspection and inference on one machine read them so. Training restores its shards
-directly (trainers/restore.py). Layers that were saved as one stack are read as one array and
-sliced. The arrays read last are cached, since neighbouring layers are read together.
+directly (trainers/checkpointing/restore.py). Layers that were saved as one stack are read as one
+array and sliced. The arrays read last are cached, since neighbouring layers are read together.
 """
 
 from collections import OrderedDict

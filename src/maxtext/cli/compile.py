@@ -15,9 +15,9 @@ def run(args: list[str]) -> int:
     if not config.compiled_trainstep_file:
         raise ConfigError("maxtext compile needs a file to write: set compiled_trainstep_file=FILE")
     log.configure()
-    from maxtext.trainers import aot
-    from maxtext.trainers.compile import lower_train_step
-    from maxtext.trainers.estimate import Program
+    from maxtext.trainers.compilation import aot
+    from maxtext.trainers.compilation.compile import lower_train_step
+    from maxtext.trainers.memory.estimate import Program
     from maxtext.trainers.run_context import RunContext
 
     aot.check_writable(config.compiled_trainstep_file)

@@ -12,7 +12,7 @@ from maxtext.cli.targets import load_for_target
 from maxtext.common.errors import ConfigError
 from maxtext.common.hardware import format_bytes
 from maxtext.configs.types import MaxTextConfig
-from maxtext.trainers.estimate import (
+from maxtext.trainers.memory.estimate import (
     Estimate,
     Plan,
     Program,

@@ -24,8 +24,12 @@ def run(args: list[str]) -> int:
     config = model.config
     if config.num_test_batches == 0:
         raise ConfigError("num_test_batches=0 leaves nothing to evaluate: raise it, or set -1")
-    from maxtext.trainers.evaluation import evaluate_llm, require_problems, write_responses
-    from maxtext.trainers.rewards.builtin import run_rewards
+    from maxtext.trainers.rl.response_evaluation import (
+        evaluate_llm,
+        require_problems,
+        write_responses,
+    )
+    from maxtext.trainers.rl.rewards.builtin import run_rewards
     from maxtext.trainers.train import run_folder
 
     problems = require_problems(config)  # an error comes before the weights are loaded

@@ -7,7 +7,7 @@ from maxtext.configs.types import MaxTextConfig
 from maxtext.models.counts import parameter_count
 from maxtext.models.registry import layers
 from maxtext.models.transformer import build_context, implementations
-from maxtext.trainers.memory import step_bytes
+from maxtext.trainers.memory.usage import step_bytes
 from maxtext.trainers.run_context import RunContext
 
 

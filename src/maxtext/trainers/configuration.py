@@ -13,7 +13,7 @@ from maxtext.configs.types import MaxTextConfig
 from maxtext.configs.types.rl import RLHardware
 from maxtext.inference.loading import has_bfloat16_weights
 from maxtext.models.configuration import load
-from maxtext.trainers.device_split import split_devices
+from maxtext.trainers.rl.device_split import split_devices
 from maxtext.trainers.trainable import has_adapters
 
 

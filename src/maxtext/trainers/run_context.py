@@ -21,7 +21,7 @@ from maxtext.models.transformer import initial_weights
 from maxtext.optimizers import build_optimizer
 from maxtext.sharding import AxisRules, make_mesh, use_rules
 from maxtext.trainers.adapters import run_adapters
-from maxtext.trainers.method import make_objective
+from maxtext.trainers.build_objective import make_objective
 from maxtext.trainers.objective import Objective
 from maxtext.trainers.shardings import Shardings
 from maxtext.trainers.step import TrainState

@@ -1,5 +1,5 @@
 """Training, by any method: from a configuration to a trained state, with metrics, checkpoints and
-a summary. What is minimized is the run's objective (method.py)."""
+a summary. What is minimized is the run's objective (build_objective.py)."""
 
 import contextlib
 import json
@@ -35,7 +35,12 @@ from maxtext.input_pipeline.data_streams import DataStreams
 from maxtext.models.counts import parameter_count
 from maxtext.trainers.banner import banner
 from maxtext.trainers.batch_size import batch_size_at
-from maxtext.trainers.compile import compile_eval_step
+from maxtext.trainers.checkpointing.export import save_results
+from maxtext.trainers.checkpointing.init_state import initial_weights, with_reference
+from maxtext.trainers.checkpointing.restore import Start, find_start, frozen_checksum
+from maxtext.trainers.checkpointing.save import Save
+from maxtext.trainers.compilation.compile import compile_eval_step
+from maxtext.trainers.compilation.step_cache import StepCache
 from maxtext.trainers.data_loader import (
     AddFields,
     EvalDataLoader,
@@ -43,23 +48,18 @@ from maxtext.trainers.data_loader import (
     open_eval_streams,
 )
 from maxtext.trainers.epochs import has_open_end, with_steps_of_epochs
-from maxtext.trainers.export import save_results
 from maxtext.trainers.hooks import Evaluate, Profile, Record, TrainingFailed
-from maxtext.trainers.init_state import initial_weights, with_reference
 from maxtext.trainers.loop import STOPPED_ELSEWHERE, Hook, Loop, TrainStep
-from maxtext.trainers.memory import peak_bytes, state_bytes, step_bytes, warn_if_too_large
-from maxtext.trainers.preference import Preference
-from maxtext.trainers.prompt_loader import PromptLoader
-from maxtext.trainers.reference_logps import load_or_compute
-from maxtext.trainers.restore import Start, find_start, frozen_checksum
-from maxtext.trainers.rewards.functions import RewardFunction
+from maxtext.trainers.memory.usage import peak_bytes, state_bytes, step_bytes, warn_if_too_large
+from maxtext.trainers.preference.objective import Preference
+from maxtext.trainers.preference.reference_logps import load_or_compute
+from maxtext.trainers.rl.prompt_loader import PromptLoader
+from maxtext.trainers.rl.rewards.functions import RewardFunction
 from maxtext.trainers.run_context import RunContext
-from maxtext.trainers.save import Save
 from maxtext.trainers.step import TrainState
-from maxtext.trainers.step_cache import StepCache
 
 if TYPE_CHECKING:
-    from maxtext.trainers.agents.agent import Agent
+    from maxtext.trainers.rl.agents.agent import Agent
 
 
 @dataclass
@@ -281,8 +281,8 @@ def sampling_step(
     """`train_step`, after completions are sampled if the method of the run does that. `step`: the
     number of steps done. Only runs that sample import the inference engine."""
     if isinstance(data_loader, PromptLoader):
-        from maxtext.trainers.group_rollouts import GroupRolloutStep
-        from maxtext.trainers.rewards.builtin import run_rewards
+        from maxtext.trainers.rl.rewards.builtin import run_rewards
+        from maxtext.trainers.rl.rollout_step import GroupRolloutStep
 
         return GroupRolloutStep(
             context,
@@ -296,7 +296,7 @@ def sampling_step(
         )
     if not samples_completions(context.config):
         return train_step
-    from maxtext.trainers.on_policy import OnPolicyStep
+    from maxtext.trainers.distillation.on_policy import OnPolicyStep
 
     return OnPolicyStep(context, train_step, data_loader, step=step, checkpoint=checkpoint)
 
@@ -305,8 +305,8 @@ def response_hooks(train_step: TrainStep, recorder: Recorder) -> list[Hook]:
     """The evaluation of reinforcement learning, if the run does it."""
     if isinstance(train_step, StepCache):
         return []
-    from maxtext.trainers.evaluate_responses import evaluation_hooks
-    from maxtext.trainers.group_rollouts import GroupRolloutStep
+    from maxtext.trainers.rl.evaluation_hook import evaluation_hooks
+    from maxtext.trainers.rl.rollout_step import GroupRolloutStep
 
     if not isinstance(train_step, GroupRolloutStep):
         return []

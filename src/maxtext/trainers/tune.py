@@ -27,12 +27,12 @@ from maxtext.input_pipeline import encode_rows
 from maxtext.models.configuration import load
 from maxtext.tokenizers import Tokenizer
 from maxtext.tokenizers.load import open_tokenizer
-from maxtext.trainers.agents.agent import Agent
-from maxtext.trainers.agents.environment import EnvironmentFactory
+from maxtext.trainers.checkpointing.export import trained_llm
 from maxtext.trainers.configuration import load_run
-from maxtext.trainers.export import trained_llm
 from maxtext.trainers.loop import Hook, Loop
-from maxtext.trainers.rewards.functions import RewardFunction, reward_functions
+from maxtext.trainers.rl.agents.agent import Agent
+from maxtext.trainers.rl.agents.environment import EnvironmentFactory
+from maxtext.trainers.rl.rewards.functions import RewardFunction, reward_functions
 from maxtext.trainers.train import Result, run_folder, train
 
 PARQUET, JSONL = ".parquet", (".jsonl", ".json")

@@ -1,0 +1,150 @@
+"""The hook that saves checkpoints: periodically, continuously, and at the end."""
+
+from pathlib import Path
+
+from maxtext.checkpoint.manager import CheckpointManager, StorageOptions
+from maxtext.checkpoint.multihost import SaveFailed, broadcast_from_first
+from maxtext.checkpoint.open import model_text
+from maxtext.checkpoint.state import to_flat_dict
+from maxtext.common import signals
+from maxtext.common.log import LOGGER
+from maxtext.configs.types import MaxTextConfig
+from maxtext.input_pipeline import BatchIterator
+from maxtext.trainers.checkpointing.restore import (
+    Start,
+    checkpoints_folder,
+    describe_run,
+    local_tier,
+    tree_to_save,
+)
+from maxtext.trainers.loop import METRICS_DELAY, STOPPED_ELSEWHERE, Hook, Loop
+from maxtext.trainers.run_context import RunContext
+
+MAX_FAILED_SAVES = 2  # consecutive; then the run ends
+
+
+class Save(Hook):
+    """A step is saved only after its loss has been read and is known to be finite. The saved data
+    position is that after the batch of the step."""
+
+    def __init__(
+        self,
+        context: RunContext,
+        source: BatchIterator,
+        start: Start,
+        frozen_checksum: int | None = None,
+    ):
+        config = context.config
+        self.context = context
+        self.config = config
+        self.source = source
+        self.frozen_checksum = frozen_checksum
+        self.saver = CheckpointManager(
+            checkpoints_folder(config),
+            StorageOptions.of(config),
+            config.max_num_checkpoints_to_keep,
+            trash_folder(config),
+            start.step,
+        )
+        self.local = local_tier(context)
+        # data positions after the last few steps, one of which may be the last finite one
+        self.positions = {start.step: source.get_state()}
+        self.last_saved = start.step  # the newest step whose save was started
+
+    def after_step(self, loop: Loop) -> None:
+        # All processes stop after the same step, and try once more to save.
+        if self.has_failed and loop.requested_stop is None:
+            loop.request_stop(f"{MAX_FAILED_SAVES} saves in a row failed")
+        self.positions[loop.step] = self.source.get_state()
+        self.positions.pop(loop.step - METRICS_DELAY - 2, None)
+        step = loop.step
+        is_due = self.is_due(step)
+        is_local_due = self.local is not None and step % self.config.local_checkpoint_period == 0
+        if is_due or is_local_due:
+            loop.wait()
+            if loop.step == step:  # else the data ended before it
+                self.save(step, loop) if is_due else self.save_local(step, loop)
+            loop.restart_clock()
+
+    def is_due(self, step: int) -> bool:
+        if step % self.config.checkpoint_period == 0:
+            return True
+        return self.config.enable_continuous_checkpointing and not broadcast_from_first(
+            self.saver.busy
+        )
+
+    def save(self, step: int, loop: Loop) -> None:
+        self.last_saved = step
+        tree = tree_to_save(self.context, loop.state, loop.key)
+        self.saver.save(
+            step,
+            tree,
+            describe_run(self.context, step, self.frozen_checksum),
+            model_text(self.config),
+            self.positions[step],
+        )
+        if not self.config.async_checkpointing:
+            self.saver.wait()
+
+    def save_local(self, step: int, loop: Loop) -> None:
+        """Save on the local disk of this machine."""
+        assert self.local is not None
+        self.local.save(
+            step,
+            to_flat_dict(tree_to_save(self.context, loop.state, loop.key)),
+            self.positions[step],
+        )
+
+    @property
+    def has_failed(self) -> bool:
+        return self.saver.failures_in_a_row >= MAX_FAILED_SAVES
+
+    def finish(self, loop: Loop) -> None:
+        """Save the last state. Raises SaveFailed if that fails, or if the run ended because saves
+        had failed."""
+        self.saver.wait()
+        has_failed = self.has_failed
+        step = int(loop.state.step)  # less than loop.step if the last steps were not finite
+        if self.should_save_last(loop) and (
+            step != self.last_saved or self.saver.failure is not None
+        ):
+            self.save(step, loop)
+            self.saver.wait()
+        if self.saver.failure is not None:
+            raise SaveFailed(
+                f"step {self.last_saved}, the last, could not be saved to {self.saver.folder}: "
+                f"{self.saver.failure}"
+            )
+        if has_failed:
+            raise SaveFailed(
+                f"{MAX_FAILED_SAVES} saves in a row failed, so the run ended; a last one "
+                f"succeeded: free space in {self.saver.folder}, then the same command goes on at "
+                f"step {self.last_saved}"
+            )
+
+    def should_save_last(self, loop: Loop) -> bool:
+        """save_checkpoint_on_completion saves at any end, enable_autocheckpoint after a signal."""
+        if self.config.save_checkpoint_on_completion or self.has_failed:
+            return True
+        was_stopped = loop.stop_reason in (*signals.NAMES, STOPPED_ELSEWHERE)
+        if was_stopped and not self.config.enable_autocheckpoint and loop.step != self.last_saved:
+            LOGGER.warning(
+                "%s: not saved, since save_checkpoint_on_completion=false and "
+                "enable_autocheckpoint=false",
+                loop.stop_reason,
+            )
+        return was_stopped and self.config.enable_autocheckpoint
+
+    def close(self) -> None:
+        self.saver.close()
+        if self.local is not None:
+            self.local.wait()
+
+
+def trash_folder(config: MaxTextConfig) -> Path | None:
+    """Where old checkpoints are moved instead of being deleted."""
+    if config.checkpoint_todelete_full_path:
+        return Path(config.checkpoint_todelete_full_path).expanduser() / config.run_name
+    if config.checkpoint_todelete_subdir:
+        return checkpoints_folder(config) / config.checkpoint_todelete_subdir
+    return None

@@ -1,0 +1,1 @@
+"""Compiled train steps: lowering, ahead-of-time files, and the cache of a run."""

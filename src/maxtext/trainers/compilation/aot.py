@@ -1,0 +1,186 @@
+"""Ahead-of-time compiled train steps in files: `maxtext compile` writes them, training loads them.
+
+A file is one line of JSON, which describes the program, followed by the executable. Training lowers
+its own step and runs a loaded one only if the two programs are textually identical; otherwise it
+reports what differs. The executable is unpickled: load only files that you trust.
+"""
+
+import hashlib
+import json
+import os
+import platform
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jax
+import jaxlib
+from jax.experimental import serialize_executable
+from jax.experimental.compilation_cache import compilation_cache
+
+from maxtext.common.errors import ConfigError, UserError
+from maxtext.common.files import atomic_writer
+from maxtext.configs import serialize
+from maxtext.configs.types import AOT, DerivedValues
+from maxtext.trainers.compilation.compile import compile_lowered
+from maxtext.trainers.run_context import RunContext
+
+MARK = "maxtext compiled train step"
+VERSION = 1
+# Keys that name a run and its output. They do not change the program.
+IGNORED_KEYS = {
+    "run_name",
+    "base_output_directory",
+    "base_config",
+    "jax_cache_dir",
+    *AOT.model_fields,
+}
+
+
+def compile_without_cache(context: RunContext, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+    """`compile_lowered` without JAX's persistent cache: on CPUs, an executable that was loaded from
+    the cache lacks functions after it has been serialized and loaded again."""
+    enabled = jax.config.values["jax_enable_compilation_cache"]
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # JAX reads the setting again only then
+    try:
+        return compile_lowered(context, lowered)
+    finally:
+        jax.config.update("jax_enable_compilation_cache", enabled)
+        compilation_cache.reset_cache()
+
+
+def describe_program(context: RunContext, lowered: jax.stages.Lowered) -> dict[str, Any]:
+    """The versions, devices and keys that a program was compiled for, and its hash."""
+    config = context.config
+    devices = context.rules.mesh.devices.flat
+    keys = [
+        key
+        for key in serialize.KEYS_IN_ORDER
+        if key not in IGNORED_KEYS and key not in DerivedValues.model_fields
+    ]
+    return {
+        "jax": jax.__version__,
+        "jaxlib": jaxlib.__version__,
+        "platform": devices[0].platform,
+        "processor": processor() if devices[0].platform == "cpu" else "",
+        "device_kind": devices[0].device_kind,
+        "devices": len(devices),
+        "device_order": [device.id for device in devices],
+        "program": hashlib.sha256(
+            f"{config.compile_xla_flags}\n{lowered.as_text()}".encode()
+        ).hexdigest(),
+        "config": {key: serialize.plain(getattr(config, key)) for key in keys},
+    }
+
+
+@cache
+def processor() -> str:
+    """The architecture and a hash of the instruction sets of this machine's processor, all of which
+    compiled code may use."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    features = next((line for line in lines if line.lower().startswith(("flags", "features"))), "")
+    return f"{platform.machine()} {hashlib.sha256(features.encode()).hexdigest()[:12]}"
+
+
+def save(
+    path: str, context: RunContext, lowered: jax.stages.Lowered, compiled: jax.stages.Compiled
+) -> int:
+    """Write the file atomically; return its size in bytes."""
+    executable, _, _ = serialize_executable.serialize(compiled)
+    header = {"mark": MARK, "version": VERSION, "digest": hashlib.sha256(executable).hexdigest()}
+    line = json.dumps(header | describe_program(context, lowered)).encode() + b"\n"
+    try:
+        with atomic_writer(path, "wb") as file:
+            file.write(line)
+            file.write(executable)
+    except OSError as error:
+        raise UserError(
+            f"cannot write compiled_trainstep_file={path}: {error.strerror or error}"
+        ) from error
+    return len(line) + len(executable)
+
+
+def check_writable(path: str) -> None:
+    """Raise UserError if the file cannot be written: compiling first would take minutes."""
+    folder = Path(path).absolute().parent
+    while not folder.exists():
+        folder = folder.parent
+    if Path(path).is_dir():
+        raise UserError(f"compiled_trainstep_file={path} is a folder: name a file")
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise UserError(
+            f"cannot write compiled_trainstep_file={path}: {folder} is not a writable folder"
+        )
+
+
+def load(path: str, context: RunContext, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+    """The compiled step of a file. Raises ConfigError if it is not `lowered` on these devices."""
+    header, executable = read(path)
+    mismatch = describe_mismatch(header, describe_program(context, lowered))
+    if mismatch:
+        raise ConfigError(
+            f"compiled_trainstep_file={path} was compiled for another run: {mismatch}; compile it "
+            "again with `maxtext compile` and this run's settings, or leave it out"
+        )
+    devices = list(context.rules.mesh.devices.flat)
+    try:
+        return serialize_executable.deserialize_and_load(
+            executable,
+            lowered.in_tree,
+            lowered.out_tree,
+            backend=devices[0].client,
+            execution_devices=devices,
+        )
+    except (RuntimeError, ValueError) as error:
+        raise UserError(
+            f"compiled_trainstep_file={path} cannot be loaded on this machine: "
+            f"{str(error).splitlines()[0]}; compile it again with `maxtext compile`"
+        ) from error
+
+
+def read(path: str) -> tuple[dict[str, Any], bytes]:
+    """The header and the executable of a file. Raises UserError if the file is not intact."""
+    try:
+        line, _, executable = Path(path).read_bytes().partition(b"\n")
+    except OSError as error:
+        raise UserError(
+            f"cannot read compiled_trainstep_file={path}: {error.strerror or error}"
+        ) from error
+    try:
+        header = json.loads(line)
+    except ValueError:
+        header = {}
+    if not isinstance(header, dict) or header.get("mark") != MARK:
+        raise UserError(f"compiled_trainstep_file={path} is not a file of `maxtext compile`")
+    if header.get("version") != VERSION:
+        raise UserError(
+            f"compiled_trainstep_file={path} is of another version: compile it again with "
+            "`maxtext compile`"
+        )
+    if hashlib.sha256(executable).hexdigest() != header["digest"]:
+        raise UserError(
+            f"compiled_trainstep_file={path} is damaged: compile it again with `maxtext compile`"
+        )
+    return header, executable
+
+
+def describe_mismatch(saved: Mapping[str, Any], current: Mapping[str, Any]) -> str:
+    """What prevents a saved program from running here; empty if nothing does."""
+    mismatches = [
+        f"{name.replace('_', ' ')} {saved[name]} there, {current[name]} here"
+        for name in ("jax", "jaxlib", "platform", "processor", "device_kind", "devices")
+        if saved[name] != current[name]
+    ]
+    if mismatches:
+        return ", ".join(mismatches)
+    if saved["program"] == current["program"] and saved["device_order"] == current["device_order"]:
+        return ""
+    keys = [
+        f"{key}={value} there, {current['config'][key]} here"
+        for key, value in saved["config"].items()
+        if value != current["config"].get(key)
+    ]
+    return ", ".join(keys) or "its program is not this version's, with the same keys"

@@ -1,0 +1,1 @@
+"""Distillation from a teacher: online, from stored logits, and on-policy (GKD)."""

@@ -1,0 +1,87 @@
+"""Distillation from logits that a teacher wrote earlier (offline_data_dir).
+
+Both sides of the KL are softmaxes over the top K tokens of the teacher. Shapes: B batch,
+S sequence, K tokens of the vocabulary.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from maxtext.configs.types import MaxTextConfig
+from maxtext.input_pipeline.teacher_logits import TOP_K_FIELDS
+from maxtext.trainers.distillation.objective import (
+    TOKEN_SUMS,
+    distillation_counts,
+    loss_weights,
+    map_tiles,
+    pop_z_loss,
+)
+from maxtext.trainers.losses.distill import distill
+from maxtext.trainers.model_losses import (
+    Batch,
+    Losses,
+    bind_model,
+    run_head,
+    sum_aux_losses,
+    token_weights,
+    training_inputs,
+    z_loss_sums,
+)
+from maxtext.trainers.objective import LanguageModel, Sums
+
+OFFLINE_SUMS = tuple(name for name in TOKEN_SUMS if name != "teacher_loss")
+TEMPERATURE = "distill_temperature"
+
+
+@dataclass(frozen=True)
+class OfflineDistillation(LanguageModel):
+    top_k: int
+
+    @property
+    def token_fields(self) -> dict[str, tuple[int, Any]]:
+        return {name: (self.top_k, dtype) for name, dtype in TOP_K_FIELDS.items()}
+
+    def counts(self, batch: Batch) -> Sums:
+        return distillation_counts(self.config, batch)
+
+    def losses(
+        self, weights: Any, reference: Any, batch: Batch, key: jax.Array | None, step: jax.Array
+    ) -> Losses:
+        model = bind_model(self.config, self.template, weights)
+        x, layer_aux = model.run(batch["inputs"], training_inputs(self.config, batch, key))
+        now = loss_weights(self.config, step)
+        fields = batch | {TEMPERATURE: now[TEMPERATURE]}
+        sums = run_head(self.config, self.template, weights, x, fields, top_k_sums)
+        alpha = now["distill_alpha"]
+        loss = alpha * sums["soft_loss"] + (1.0 - alpha) * sums["hard_loss"]
+        return Losses(
+            sums={"distillation_loss": loss} | pop_z_loss(sums),
+            aux_losses=sum_aux_losses(layer_aux),
+            layer_aux=layer_aux,
+            metrics=sums | now,
+        )
+
+
+def top_k_sums(config: MaxTextConfig, model: Any, x: jax.Array, batch: Batch) -> Sums:
+    """OFFLINE_SUMS and z_loss of the output of the last layer."""
+
+    def tile(part: tuple[jax.Array, ...]) -> Sums:
+        x, targets, mask, teacher_logits, indices = part
+        logits = model.logits(model.final_norm(x))
+        _, metrics = distill(
+            logits,
+            teacher_logits.astype(jnp.float32),
+            targets,
+            mask,
+            temperature=batch[TEMPERATURE],
+            indices=indices,
+            tokens=1.0,  # sums instead of means
+        )
+        sums = {name: metrics[name] for name in OFFLINE_SUMS}
+        return sums | z_loss_sums(config, logits, mask)
+
+    parts = (x, batch["targets"], token_weights(batch), *(batch[name] for name in TOP_K_FIELDS))
+    return map_tiles(tile, parts, config.num_vocab_tiling)

@@ -1,0 +1,1 @@
+"""The device memory of a run: estimated from shapes, and as the compiler counts it."""

@@ -1,0 +1,1 @@
+"""Preference optimization: DPO, its relatives and ORPO."""

@@ -1,0 +1,1 @@
+"""Reinforcement learning: rollouts, rewards, and policy updates by GRPO and GSPO."""

@@ -1,0 +1,236 @@
+"""Evaluation by sampling: responses to problems, and how many of them are right.
+
+Every problem gets num_eval_passes responses, eval_batch_size problems at a time. Their seeds depend
+on data_shuffle_seed, the problem and the number of the response, so that neither other problems nor
+the number of slots change a text.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from maxtext.common.errors import ConfigError, UserError
+from maxtext.common.files import atomic_writer
+from maxtext.configs.eval_sampling import evaluation_sampling
+from maxtext.configs.types import MaxTextConfig
+from maxtext.inference.llm import LLM
+from maxtext.inference.requests import GenerationRequest
+from maxtext.inference.sampling_params import SamplingParams
+from maxtext.input_pipeline.interface import Split
+from maxtext.input_pipeline.loader import open_data_streams
+from maxtext.trainers.data_loader import eval_data_hint
+from maxtext.trainers.rl.group_sampler import Prompt, mean, read_prompts
+from maxtext.trainers.rl.rewards.answers import accepted_answers
+from maxtext.trainers.rl.rewards.builtin import right_answers
+from maxtext.trainers.rl.rewards.functions import RewardFunction, compute_rewards, total_rewards
+from maxtext.trainers.rl.rewards.grading import combine_grades, grade_problems, pass_at_k
+from maxtext.trainers.rl.rewards.keys import RewardKeys
+from maxtext.trainers.rl.rollout import sample_seed
+
+FILE = "evaluation.jsonl"
+
+
+@dataclass(frozen=True)
+class Responses:
+    """`columns`: what sampling adds to those of the problems, for reward functions."""
+
+    texts: list[str]
+    columns: dict[str, list[Any]] = field(default_factory=dict)
+
+
+# The responses to requests, in order; with the problem of each request
+Sampler = Callable[[Sequence[Prompt], Sequence[GenerationRequest]], Responses]
+
+
+@dataclass(frozen=True)
+class ProblemResult:
+    """`right`: how many of the responses are right; `accuracy` combines them by eval_mode."""
+
+    question: Any
+    answers: tuple[str, ...]
+    responses: tuple[str, ...]
+    right: int
+    accuracy: float
+    nearly_right: float
+    format: float
+
+    def to_json(self) -> str:
+        """What evaluation.jsonl has of a problem."""
+        names = ("question", "answers", "responses", "right", "accuracy")
+        return json.dumps({name: getattr(self, name) for name in names}, ensure_ascii=False)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    problems: tuple[ProblemResult, ...]
+    reward: float  # mean of all responses
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Means over the problems; pass@k for k = 1, 2, 4 … up to the number of responses."""
+        metrics = {
+            name: float(np.mean([getattr(each, name) for each in self.problems]))
+            for name in ("accuracy", "nearly_right", "format")
+        }
+        metrics["reward"] = self.reward
+        count, k = len(self.problems[0].responses), 1
+        while k <= count:
+            values = [pass_at_k(count, each.right, k) for each in self.problems]
+            metrics[f"pass_at_{k}"] = float(np.mean(values))
+            k *= 2
+        return metrics
+
+
+def evaluate(
+    config: MaxTextConfig,
+    prompts: Sequence[Prompt],
+    sample: Sampler,
+    rewards: Sequence[RewardFunction],
+    stop_token_ids: tuple[int, ...] = (),
+) -> Evaluation:
+    """Sample responses to the prompts and grade them. Raises UserError if the rows have no right
+    answers."""
+    count = config.num_eval_passes
+    columns = {
+        name: [prompt.columns.get(name) for prompt in prompts]
+        for name in dict.fromkeys(name for prompt in prompts for name in prompt.columns)
+    }
+    answers = right_answers(columns)
+    sampled = sample_responses(config, prompts, sample, stop_token_ids)
+    texts = sampled.texts
+    groups = [texts[start : start + count] for start in range(0, len(texts), count)]
+    keys = RewardKeys.from_config(config)
+    results = []
+    for prompt, answer, responses, grades in zip(
+        prompts, answers, groups, grade_problems(groups, answers, keys), strict=True
+    ):
+        accuracy, nearly_right, form = combine_grades(responses, grades, config.eval_mode, keys)
+        result = ProblemResult(
+            prompt.columns["prompt"],
+            accepted_answers(answer),
+            responses=tuple(responses),
+            right=sum(right == 1 for right, _, _ in grades),
+            accuracy=accuracy,
+            nearly_right=nearly_right,
+            format=form,
+        )
+        results.append(result)
+    repeated = {
+        name: [value for value in column for _ in range(count)] for name, column in columns.items()
+    } | sampled.columns
+    values = compute_rewards(rewards, repeated.pop("prompt"), texts, repeated)
+    return Evaluation(tuple(results), reward=mean(total_rewards(rewards, values)))
+
+
+def sample_responses(
+    config: MaxTextConfig,
+    prompts: Sequence[Prompt],
+    sample: Sampler,
+    stop_token_ids: tuple[int, ...],
+) -> Responses:
+    """num_eval_passes responses to each prompt, in order."""
+    pairs = [
+        (prompt, evaluation_request(config, prompt, index, number, stop_token_ids))
+        for index, prompt in enumerate(prompts)
+        for number in range(config.num_eval_passes)
+    ]
+    size = evaluation_batch(config, len(prompts)) * config.num_eval_passes
+    batches = [
+        sample(*zip(*pairs[start : start + size], strict=True))
+        for start in range(0, len(pairs), size)
+    ]
+    return Responses(
+        [text for batch in batches for text in batch.texts],
+        {
+            name: [value for batch in batches for value in batch.columns[name]]
+            for name in batches[0].columns
+        },
+    )
+
+
+def evaluation_batch(config: MaxTextConfig, problems: int) -> int:
+    """The problems that are sampled at a time."""
+    return min(config.eval_batch_size, problems) if config.eval_batch_size > 0 else problems
+
+
+def evaluate_llm(
+    config: MaxTextConfig,
+    llm: LLM,
+    prompts: Sequence[Prompt],
+    rewards: Sequence[RewardFunction],
+) -> Evaluation:
+    """`evaluate` with the responses of a loaded model. Raises UserError if one cannot be
+    sampled."""
+
+    def sample(problems: Sequence[Prompt], requests: Sequence[GenerationRequest]) -> Responses:
+        texts = [""] * len(requests)
+        for completion in llm.completions(list(requests)):
+            if completion.error is not None:
+                raise UserError(completion.error)
+            texts[completion.index] = completion.text or ""
+        return Responses(texts)
+
+    return evaluate(config, prompts, sample, rewards)
+
+
+def evaluation_request(
+    config: MaxTextConfig,
+    prompt: Prompt,
+    index: int,
+    number: int,
+    stop_token_ids: tuple[int, ...],
+) -> GenerationRequest:
+    """Response `number` to problem `index`."""
+    params = SamplingParams(
+        **evaluation_sampling(config.eval_sampling_strategy, config.generation_configs),
+        max_new_tokens=config.max_target_length - len(prompt.ids),
+        seed=sample_seed(config.data_shuffle_seed, 0, index, number),
+        stop=tuple(config.stop_strings or ()),
+        stop_token_ids=stop_token_ids,
+    )
+    return GenerationRequest(prompt.ids, params)
+
+
+def read_problems(config: MaxTextConfig) -> list[Prompt] | None:
+    """The rows of the evaluation data from test_batch_start_index up to num_test_batches batches,
+    or the end of the data. None if no key names evaluation data. Raises ConfigError if there is no
+    such row."""
+    streams = open_data_streams(config, Split.EVAL, rows=lambda step: 1, sizes=[1])
+    if streams is None:
+        return None
+    first = config.test_batch_start_index
+    last = None
+    if config.num_test_batches > 0:
+        last = config.num_test_batches * config.batch_size
+
+    def prompts() -> Iterator[Prompt]:
+        for batch in streams:
+            yield from read_prompts(batch)
+
+    problems = list(islice(prompts(), first, last))
+    if not problems:
+        raise ConfigError(
+            f"the evaluation data has no row from test_batch_start_index={first} on: lower it"
+        )
+    return problems
+
+
+def require_problems(config: MaxTextConfig) -> list[Prompt]:
+    problems = read_problems(config)
+    if problems is None:
+        raise ConfigError(f"there is nothing to evaluate on: {eval_data_hint(config)}")
+    return problems
+
+
+def write_responses(config: MaxTextConfig, evaluation: Evaluation, folder: Path) -> Path:
+    """Write the problems that are not answered right, or with eval_corr_lst those that are."""
+    with atomic_writer(folder / FILE, "w") as file:
+        for problem in evaluation.problems:
+            if (problem.accuracy == 1) == config.eval_corr_lst:
+                file.write(problem.to_json() + "\n")
+    return folder / FILE
