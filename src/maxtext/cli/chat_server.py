@@ -11,7 +11,7 @@ from maxtext.cli.conversation import Conversation, Deltas, ReplyDelta, ReplyEnd
 from maxtext.common import progress
 from maxtext.common.errors import ConfigError
 from maxtext.diagnostics.load.client import Target
-from maxtext.inference.server.client import CONTEXT_LENGTH_EXCEEDED, ApiClient, ServerError
+from maxtext.inference.api_client import CONTEXT_LENGTH_EXCEEDED, ApiClient, ServerError
 
 KEY_VARIABLE = "MAXTEXT_API_KEY"
 # Fields that the conversation sets itself.

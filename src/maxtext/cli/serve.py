@@ -137,8 +137,8 @@ def build_model(parsed: ServeArguments, session: GenerationSession) -> "ServedMo
     from maxtext.inference.parsers.reasoning import find_reasoning_parser
     from maxtext.inference.parsers.tool_calls import find_tool_parser
     from maxtext.inference.sampling_params import SamplingParams
-    from maxtext.inference.server.fields import DEFAULT_TEMPERATURE
     from maxtext.inference.server.model import ServedModel, read_sampling_defaults
+    from maxtext.inference.server.request_parser import DEFAULT_TEMPERATURE
     from maxtext.tokenizers import chat_template
 
     template = chat_template(session.config, session.tokenizer)

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from maxtext.common.errors import ConfigError
-from maxtext.inference.server import protocol
+from maxtext.inference.server import http_protocol
 from maxtext.inference.server.lifecycle import HttpServer, LoadingApp, Tls, bind
 from maxtext.inference.server.middleware import KeyMiddleware
 
@@ -52,7 +52,7 @@ def address():
     """Of an application that responds with status 503 and reads no bodies."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("HEAD_SECONDS", "BODY_SECONDS", "STALL_SECONDS"):
-            patch.setattr(protocol, name, 0.3)
+            patch.setattr(http_protocol, name, 0.3)
         with serve(LoadingApp()) as address:
             yield address
 
@@ -210,7 +210,7 @@ def test_malformed_chunks(body):
 
 
 def test_client_that_does_not_read(monkeypatch):
-    monkeypatch.setattr(protocol, "STALL_SECONDS", 0.2)
+    monkeypatch.setattr(http_protocol, "STALL_SECONDS", 0.2)
     app = LargeApp()
     with serve(app) as address, socket.create_connection(address) as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -219,7 +219,7 @@ def test_client_that_does_not_read(monkeypatch):
 
 
 def test_client_that_reads_slowly_stays_connected(monkeypatch):
-    monkeypatch.setattr(protocol, "STALL_SECONDS", 0.5)
+    monkeypatch.setattr(http_protocol, "STALL_SECONDS", 0.5)
     app = LargeApp()
     with serve(app) as address, socket.socket() as connection:
         connection.settimeout(10)

@@ -16,9 +16,10 @@ from starlette.responses import Response
 
 from maxtext.common.errors import UserError
 from maxtext.common.log import LOGGER
-from maxtext.inference.server.active import ActiveRequest
+from maxtext.inference.server.active_request import ActiveRequest
 from maxtext.inference.server.adapters import AdapterUpdates
 from maxtext.inference.server.bodies import Body, flag, parse_body, text_field
+from maxtext.inference.server.completions_writer import CompletionsWriter
 from maxtext.inference.server.errors import NOT_FOUND, SERVER_ERROR, ApiError
 from maxtext.inference.server.events import (
     CLIENT_CLOSED_REQUEST,
@@ -27,8 +28,6 @@ from maxtext.inference.server.events import (
     json_response,
     run_while_connected,
 )
-from maxtext.inference.server.fields import ApiRequest, RequestParser
-from maxtext.inference.server.generate import ResponseWriter
 from maxtext.inference.server.metrics import ServerMetrics
 from maxtext.inference.server.middleware import (
     CorsMiddleware,
@@ -38,8 +37,9 @@ from maxtext.inference.server.middleware import (
 )
 from maxtext.inference.server.model import ServedModel
 from maxtext.inference.server.page import ChatPage
-from maxtext.inference.server.response_events import ResponsesWriter
-from maxtext.inference.server.responses import parse_response_request
+from maxtext.inference.server.request_parser import ApiRequest, RequestParser
+from maxtext.inference.server.responses_request import parse_responses_request
+from maxtext.inference.server.responses_writer import ResponsesWriter
 from maxtext.inference.server.tools import parse_tools
 from maxtext.inference.session import PreparedRequest
 from maxtext.inference.validation import RequestError, check_token_ids
@@ -193,20 +193,20 @@ class Endpoints:
     # Generation.
 
     async def complete(self, request: Request) -> Response:
-        return await self.generate(request, self.parser.completion, ResponseWriter)
+        return await self.generate(request, self.parser.completion, CompletionsWriter)
 
     async def chat(self, request: Request) -> Response:
-        return await self.generate(request, self.parser.chat, ResponseWriter)
+        return await self.generate(request, self.parser.chat, CompletionsWriter)
 
     async def respond(self, request: Request) -> Response:
-        parse = partial(parse_response_request, self.parser)
+        parse = partial(parse_responses_request, self.parser)
         return await self.generate(request, parse, ResponsesWriter)
 
     async def generate(
         self,
         request: Request,
         parse: Callable[[Body], ApiRequest],
-        writer_type: type[ResponseWriter] | type[ResponsesWriter],
+        writer_type: type[CompletionsWriter] | type[ResponsesWriter],
     ) -> Response:
         self.model.engine.check_accepts(0)  # a draining server does not read bodies
         body = await self.read_body(request)

@@ -9,11 +9,12 @@ from maxtext.inference.grammar import FAILURE
 from maxtext.inference.logprobs import TokenLogprobs
 from maxtext.inference.requests import Completion, CompletionDelta
 from maxtext.inference.server.errors import SERVER_ERROR, ApiError
-from maxtext.inference.server.fields import ApiRequest
 from maxtext.inference.server.messages import MessageBuilder
 from maxtext.inference.server.model import ServedModel
+from maxtext.inference.server.request_parser import ApiRequest
 
 Json = dict[str, Any]
+# `finish_reason` of the API by that of the engine, without those of failures.
 FINISH_REASONS = {"end": "stop", "stop": "stop", "length": "length"}
 
 

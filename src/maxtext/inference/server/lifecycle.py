@@ -123,7 +123,7 @@ class HttpServer:
 
     def __init__(self, app: Any, listener: socket.socket, tls: Tls | None = None):
         uvicorn = require("uvicorn", FEATURE)
-        from maxtext.inference.server.protocol import LimitedProtocol
+        from maxtext.inference.server.http_protocol import LimitedProtocol
 
         tls = tls or Tls()
         config = uvicorn.Config(

@@ -11,7 +11,12 @@ from typing import Any
 from maxtext.common.log import LOGGER
 from maxtext.inference.sampling_params import SamplingParams
 from maxtext.inference.server.bodies import Body, flag, object_field, text_field
-from maxtext.inference.server.fields import INERT_FIELDS, SAMPLING_FIELDS, ApiRequest, RequestParser
+from maxtext.inference.server.request_parser import (
+    INERT_FIELDS,
+    SAMPLING_FIELDS,
+    ApiRequest,
+    RequestParser,
+)
 from maxtext.inference.structured_outputs import StructuredOutputs
 from maxtext.inference.validation import RequestError, shorten
 
@@ -41,7 +46,7 @@ FIELDS = frozenset(
 TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal")
 
 
-def parse_response_request(parser: RequestParser, body: Body) -> ApiRequest:
+def parse_responses_request(parser: RequestParser, body: Body) -> ApiRequest:
     """The body of /v1/responses. Raises RequestError with the names of its fields."""
     for name in UNSUPPORTED_FIELDS:
         if body.get(name):

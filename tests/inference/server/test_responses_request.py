@@ -2,7 +2,7 @@
 
 import pytest
 
-from maxtext.inference.server.responses import chat_body
+from maxtext.inference.server.responses_request import chat_body
 from maxtext.inference.validation import RequestError
 
 

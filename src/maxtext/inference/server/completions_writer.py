@@ -1,4 +1,4 @@
-"""Runs a request on the engine and writes its response, whole or as events."""
+"""The response to /v1/completions and /v1/chat/completions, whole or as chunks of a stream."""
 
 import time
 from collections.abc import AsyncGenerator, Sequence
@@ -6,18 +6,18 @@ from contextlib import aclosing
 
 from maxtext.inference.logprobs import TokenLogprobs
 from maxtext.inference.requests import Completion, CompletionDelta
-from maxtext.inference.server.active import ActiveRequest
+from maxtext.inference.server.active_request import ActiveRequest
 from maxtext.inference.server.choices import ChoiceFormatter, Json, Usage
 from maxtext.inference.server.events import DONE, encode_event, encode_json
-from maxtext.inference.server.fields import ApiRequest
 from maxtext.inference.server.ids import new_id
 from maxtext.inference.server.model import ServedModel
+from maxtext.inference.server.request_parser import ApiRequest
 
 PromptLogprobs = Sequence[TokenLogprobs | None]
 
 
-class ResponseWriter:
-    """Writes the response to one request."""
+class CompletionsWriter:
+    """Writes the response to one request of /v1/completions or /v1/chat/completions."""
 
     def __init__(self, model: ServedModel, request: ApiRequest, active: ActiveRequest):
         self.model = model

@@ -7,12 +7,12 @@ from typing import Any
 
 from maxtext.inference.parsers.message_parser import MessageDelta
 from maxtext.inference.requests import Completion
-from maxtext.inference.server.active import ActiveRequest
+from maxtext.inference.server.active_request import ActiveRequest
 from maxtext.inference.server.choices import Json, finish
 from maxtext.inference.server.events import encode_json
-from maxtext.inference.server.fields import ApiRequest
 from maxtext.inference.server.ids import new_id
 from maxtext.inference.server.model import ServedModel
+from maxtext.inference.server.request_parser import ApiRequest
 
 # The part of an item with text by the type of the item; events about it have the same name.
 PARTS = {"message": "output_text", "reasoning": "reasoning_text"}
@@ -26,7 +26,6 @@ class OutputItems:
     def __init__(self) -> None:
         self.items: list[Json] = []
         self.is_open = False  # the last item is not complete
-        self.num_calls = 0
 
     def add(self, delta: MessageDelta) -> list[Event]:
         if delta.index is not None:

@@ -6,8 +6,8 @@ import pytest
 
 from maxtext.inference.server.bodies import parse_body, parse_messages
 from maxtext.inference.server.errors import ApiError
-from maxtext.inference.server.fields import RequestParser
 from maxtext.inference.server.model import cut_after
+from maxtext.inference.server.request_parser import RequestParser
 from maxtext.inference.streams import EngineError
 from maxtext.inference.validation import RequestError
 
