@@ -1,15 +1,16 @@
 """What a model is built for: the devices, the precision and the mode, from which each layer takes
 its implementation once.
 
-An implementation is a class with `name` and `unsupported_reason(spec, context)`, which returns None
-if it supports the spec. A table lists them, the fastest first; `choose` takes the first that
-supports a spec, and keeps the reasons of the others, so that a run's banner can show them. Layers
-never ask at call time what hardware they run on.
+An implementation is a class with `name`, `mode` (the only mode that it is for, or None) and
+`unsupported_reason(spec, context)`, which returns None if it supports the spec. A table lists them,
+the fastest first; `choose` takes the first that supports a spec, and keeps the reasons of the
+others, so that a run's banner can show them. Layers never ask at call time what hardware they run
+on.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 
@@ -66,15 +67,6 @@ class BuildContext:
 
 
 REFERENCE = BuildContext()
-
-
-class Implementation(Protocol):
-    name: str
-    mode: str | None  # the only mode that it is for
-
-    @classmethod
-    def unsupported_reason(cls, spec: Any, context: BuildContext) -> str | None:
-        """None if it can run `spec` in `context`, else a reason in words."""
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from typing import Any
 from maxtext.common.extras import require
 from maxtext.inference.async_engine import AsyncEngine
 from maxtext.inference.requests import Completion
+from maxtext.inference.server.choices import FINISH_REASONS
 
 FEATURE = "maxtext serve"
 SECONDS = (
@@ -17,7 +18,7 @@ SECONDS = (
 TOKENS = tuple(
     float(digit * 10**exponent) for exponent in range(6) for digit in (1, 2, 5)
 )  # 1, 2, 5, 10 … 500000
-FINISH_REASONS = ("stop", "length", "abort", "error")
+FINISHED_REASONS = (*dict.fromkeys(FINISH_REASONS.values()), "abort", "error")  # labels
 HISTOGRAMS = {
     "time_to_first_token_seconds": ("From arrival to the first token.", SECONDS),
     "inter_token_latency_seconds": ("Between tokens; the mean over those of a step.", SECONDS),
@@ -58,7 +59,7 @@ class ServerMetrics:
         }
         self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts.").labels(model_name)
         self.success = counter("request_success", "Finished choices.", "finished_reason")
-        for reason in FINISH_REASONS:
+        for reason in FINISHED_REASONS:
             self.success.labels(model_name, reason)
         self.http_requests = counter("http_requests", "HTTP requests.", "path", "status")
         self.rejected = counter("requests_rejected", "Requests that were refused.", "reason")
@@ -138,8 +139,7 @@ class ServerMetrics:
         self.histograms["inter_token_latency_seconds"].observe(seconds / count)
 
     def finish(self, completion: Completion, submitted_at: float) -> None:
-        reasons = {"end": "stop", "stop": "stop", "length": "length"}
-        self.count_finished(reasons.get(completion.finish_reason, "error"), 1)
+        self.count_finished(FINISH_REASONS.get(completion.finish_reason, "error"), 1)
         num_tokens = len(completion.token_ids)
         self.histograms["request_generation_tokens"].observe(num_tokens)
         if (times := completion.times) is None:
