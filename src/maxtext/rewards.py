@@ -2,6 +2,6 @@
 `rewards.pass_at_k`."""
 
 from maxtext.trainers.rl.rewards.grading import grade, pass_at_k
-from maxtext.trainers.rl.rewards.ladder import score
+from maxtext.trainers.rl.rewards.score import score
 
 __all__ = ["grade", "pass_at_k", "score"]

@@ -14,7 +14,7 @@ from maxtext.sharding import AxisRules, make_mesh
 from maxtext.trainers.checkpointing.init_state import initial_state
 from maxtext.trainers.compilation.compile import compile_train_step
 from maxtext.trainers.data_loader import to_devices
-from maxtext.trainers.objective import LanguageModel
+from maxtext.trainers.objective import LanguageModelObjective
 from maxtext.trainers.run_context import RunContext
 from tests.compiling import cpu_devices
 from tests.forked import run_python
@@ -107,7 +107,7 @@ def single():
     rules = AxisRules.from_config(config, make_mesh(config, jax.devices()[:1]))
     context = RunContext(
         rules=rules,
-        objective=LanguageModel(config, template),
+        objective=LanguageModelObjective(config, template),
         optimizer=build_optimizer(config, template.axes),
     )
     state, step = initial_state(context), compile_train_step(context, ROWS)

@@ -267,9 +267,9 @@ EXEMPT = {
     "moe_fsdp_use_two_stage_all_gather": "needs several devices: tests/layers/test_moe_sharded.py",
     "shard_exp_on_fsdp": "needs several devices: tests/layers/test_moe_sharded.py",
     "log_period": "read by the console and TensorBoard: tests/diagnostics",
-    "eval_interval": "read by the loop: test_evaluate.py",
-    "eval_steps": "read by the loop: test_evaluate.py",
-    "target_eval_loss": "read by the loop: test_evaluate.py",
+    "eval_interval": "read by the loop: test_loss_evaluation.py",
+    "eval_steps": "read by the loop: test_loss_evaluation.py",
+    "target_eval_loss": "read by the loop: test_loss_evaluation.py",
     "mtp_eval_target_module": "read by evaluation: test_model_losses.py and test_families.py",
     "max_position_embeddings": "test_max_position_embeddings_is_written_to_config_json, below",
     "abort_on_nan_loss": "each alone is read by the loop, both together change the step: "

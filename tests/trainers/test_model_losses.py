@@ -12,7 +12,7 @@ import pytest
 from maxtext.layers.inputs import LayerInputs
 from maxtext.models.transformer import initial_weights
 from maxtext.trainers.model_losses import (
-    evaluation_sums,
+    eval_loss_sums,
     language_model_losses,
     needs_segment_mask,
     token_counts,
@@ -57,7 +57,7 @@ class Model:
         losses = quickly(
             lambda weights, batch: language_model_losses(config, template, weights, batch, None)
         )
-        evaluate = quickly(lambda weights, batch: evaluation_sums(config, template, weights, batch))
+        evaluate = quickly(lambda weights, batch: eval_loss_sums(config, template, weights, batch))
         return cls(config, template, weights, losses, evaluate)
 
     @cached_property

@@ -1,4 +1,4 @@
-"""`maxtext evaluate`: responses that a model samples, and how many of them are right."""
+"""`maxtext evaluate`: responses that a model samples, and how many of them are correct."""
 
 import json
 from pathlib import Path
@@ -25,7 +25,7 @@ def run(args: list[str]) -> int:
     if config.num_test_batches == 0:
         raise ConfigError("num_test_batches=0 leaves nothing to evaluate: raise it, or set -1")
     from maxtext.trainers.rl.response_evaluation import (
-        evaluate_llm,
+        evaluate_llm_responses,
         require_problems,
         write_responses,
     )
@@ -34,7 +34,7 @@ def run(args: list[str]) -> int:
 
     problems = require_problems(config)  # an error comes before the weights are loaded
     session = load_session(model)
-    evaluation = evaluate_llm(config, session.llm, problems, run_rewards(config))
+    evaluation = evaluate_llm_responses(config, session.llm, problems, run_rewards(config))
     if config.eval_make_lst:
         note(f"wrote {write_responses(config, evaluation, Path(run_folder(config)))}")
     metrics = evaluation.metrics

@@ -9,15 +9,15 @@ from maxtext.models.transformer import build_context, make_template
 from maxtext.sharding import AxisRules
 from maxtext.trainers.adapters import base_template
 from maxtext.trainers.distillation.features import check_features
-from maxtext.trainers.distillation.gkd import GeneralizedDistillation
+from maxtext.trainers.distillation.gkd import GKDObjective
 from maxtext.trainers.distillation.learn_to_init import LearnToInit
-from maxtext.trainers.distillation.objective import Distillation
-from maxtext.trainers.distillation.offline import OfflineDistillation
+from maxtext.trainers.distillation.objective import DistillationObjective
+from maxtext.trainers.distillation.offline import OfflineDistillationObjective
 from maxtext.trainers.distillation.teacher import teacher_config
 from maxtext.trainers.distillation.weight_maps import WeightMaps
-from maxtext.trainers.objective import LanguageModel, Objective
-from maxtext.trainers.preference.objective import Preference
-from maxtext.trainers.rl.grpo import GroupRelativePolicy
+from maxtext.trainers.objective import LanguageModelObjective, Objective
+from maxtext.trainers.preference.objective import PreferenceObjective
+from maxtext.trainers.rl.grpo import GRPOObjective
 
 
 def make_objective(
@@ -30,17 +30,19 @@ def make_objective(
     if config.mtp_num_layers and (config.use_dpo or config.use_grpo or config.teacher_overrides):
         LOGGER.warning("the MTP layers of the model are not trained: this method has no such loss")
     if config.use_grpo:
-        return GroupRelativePolicy(config, template, base_template=base_template(config, rules))
+        return GRPOObjective(config, template, base_template=base_template(config, rules))
     if config.use_dpo:
-        return Preference(config, template, base_template=base_template(config, rules))
+        return PreferenceObjective(config, template, base_template=base_template(config, rules))
     if config.teacher_overrides:
         return make_distillation(config, template, rules)
     if config.offline_data_dir:
-        return OfflineDistillation(config, template, top_k=top_k_of(config))
-    return LanguageModel(config, template)
+        return OfflineDistillationObjective(config, template, top_k=top_k_of(config))
+    return LanguageModelObjective(config, template)
 
 
-def make_distillation(config: MaxTextConfig, template: Template, rules: AxisRules) -> Distillation:
+def make_distillation(
+    config: MaxTextConfig, template: Template, rules: AxisRules
+) -> DistillationObjective:
     """Raises ConfigError if the student cannot learn from its teacher."""
     teacher = teacher_config(config, rules)
     teacher_template = make_template(teacher, build_context(teacher, rules))
@@ -51,7 +53,7 @@ def make_distillation(config: MaxTextConfig, template: Template, rules: AxisRule
     if config.learn_to_init_mode:
         learn_to_init = LearnToInit.from_config(config, template, teacher, teacher_template)
         template, computed = learn_to_init.template, learn_to_init.names
-    method = GeneralizedDistillation if config.use_gkd else Distillation
+    method = GKDObjective if config.use_gkd else DistillationObjective
     return method(
         config,
         template,

@@ -108,7 +108,7 @@ class Record(Hook):
             )
 
 
-class Evaluate(Hook):
+class EvaluateLoss(Hook):
     """Every eval_interval steps: the mean loss over eval_steps batches (-1: all) of the evaluation
     data."""
 
@@ -131,7 +131,7 @@ class Evaluate(Hook):
         if loop.step % self.config.eval_interval:
             return
         loop.wait()
-        metrics = self.objective.evaluation_metrics(self.evaluate(loop.state))
+        metrics = self.objective.eval_metrics(self.sum_batches(loop.state))
         step, loss = loop.step - 1, metrics["loss"]
         self.points.append((step, loss))
         self.recorder.write(
@@ -143,9 +143,9 @@ class Evaluate(Hook):
             )
         loop.restart_clock()
 
-    def evaluate(self, state: TrainState) -> dict[str, float]:
+    def sum_batches(self, state: TrainState) -> dict[str, float]:
         """The sums of eval_step over the batches."""
-        total: dict[str, Any] = {"loss": 0.0, "weights": 0.0}
+        total: dict[str, Any] = {"loss": 0.0, "count": 0.0}
         for count, batch in enumerate(self.data_loader()):
             if count == self.config.eval_steps:
                 break

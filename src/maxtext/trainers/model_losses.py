@@ -35,14 +35,14 @@ class Losses:
     metrics: dict[str, jax.Array] = field(default_factory=dict)  # other sums, not minimized
 
 
-def token_weights(batch: Batch) -> jax.Array:
+def target_mask(batch: Batch) -> jax.Array:
     """[B, S]: 1 for a target token, 0 for padding."""
     return (batch["targets_segmentation"] != 0).astype(jnp.float32)
 
 
 def token_counts(config: MaxTextConfig, batch: Batch) -> dict[str, jax.Array]:
     """The divisor of each sum over tokens."""
-    tokens = jnp.maximum(jnp.sum(token_weights(batch)), 1.0)
+    tokens = jnp.maximum(jnp.sum(target_mask(batch)), 1.0)
     counts = {"lm_loss": tokens, "z_loss": tokens}
     if config.mtp_num_layers:
         masks = [mtp_mask(batch, step) for step in range(1, config.mtp_num_layers + 1)]
@@ -144,7 +144,7 @@ def head_loss_sums(
 ) -> dict[str, jax.Array]:
     """Losses of the output of the last layer [B, S, E], summed over tokens."""
     losses, log_z = model.losses(model.final_norm(x), batch["targets"], config.num_vocab_tiling)
-    mask = token_weights(batch)
+    mask = target_mask(batch)
     sums = {"lm_loss": jnp.sum(losses * mask)}
     if config.z_loss_multiplier:
         sums["z_loss"] = config.z_loss_multiplier * jnp.sum(jnp.square(log_z) * mask)
@@ -180,7 +180,7 @@ def sum_aux_losses(layer_aux: dict) -> dict[str, jax.Array]:
     return totals
 
 
-def evaluation_sums(
+def eval_loss_sums(
     config: MaxTextConfig, template: Template, weights: Any, batch: Batch
 ) -> dict[str, jax.Array]:
     """Sums over a batch: the loss and its tokens; with use_sft also the tokens that are predicted
@@ -191,8 +191,8 @@ def evaluation_sums(
     x, _ = model.run(batch["inputs"], inputs)
     hidden = model.final_norm(x)
     losses, _ = model.losses(hidden, batch["targets"], config.num_vocab_tiling)
-    mask = token_weights(batch)
-    sums = {"loss": jnp.sum(losses * mask), "weights": jnp.sum(mask)}
+    mask = target_mask(batch)
+    sums = {"loss": jnp.sum(losses * mask), "count": jnp.sum(mask)}
     if config.use_sft:
         sums["correct"] = count_correct(config, model, hidden, batch["targets"], mask)
     step = config.mtp_eval_target_module

@@ -18,10 +18,10 @@ from maxtext.layers.parameters import Template
 from maxtext.trainers.model_losses import (
     Batch,
     Losses,
-    evaluation_sums,
+    eval_loss_sums,
     language_model_losses,
+    target_mask,
     token_counts,
-    token_weights,
 )
 
 Sums = dict[str, jax.Array]
@@ -50,11 +50,11 @@ class Objective(Protocol):
     ) -> Losses:
         """The losses of a microbatch. `step`: the number of steps done, for schedules."""
 
-    def evaluate(self, weights: Any, reference: Any, batch: Batch) -> Sums:
-        """Sums over a batch of the evaluation data: `loss`, its divisor `weights`, and more."""
+    def eval_sums(self, weights: Any, reference: Any, batch: Batch) -> Sums:
+        """Sums over a batch of the evaluation data: `loss`, its divisor `count`, and more."""
 
-    def evaluation_metrics(self, sums: dict[str, float]) -> dict[str, float]:
-        """`loss` and other metrics from the sums of `evaluate` over all batches."""
+    def eval_metrics(self, sums: dict[str, float]) -> dict[str, float]:
+        """`loss` and other metrics from the sums of `eval_sums` over all batches."""
 
     def model_rows(self, batch: Batch) -> Batch:
         """The rows of a batch that the model reads, with the fields of FIELDS."""
@@ -133,7 +133,7 @@ class ModelObjective:
 
 
 @dataclass(frozen=True)
-class LanguageModel(ModelObjective):
+class LanguageModelObjective(ModelObjective):
     """Next-token prediction: pre-training, and SFT, whose batches mask what is not learned."""
 
     def counts(self, batch: Batch) -> Sums:
@@ -144,14 +144,14 @@ class LanguageModel(ModelObjective):
     ) -> Losses:
         return language_model_losses(self.config, self.template, weights, batch, key)
 
-    def evaluate(self, weights: Any, reference: Any, batch: Batch) -> Sums:
-        return evaluation_sums(self.config, self.template, weights, batch)
+    def eval_sums(self, weights: Any, reference: Any, batch: Batch) -> Sums:
+        return eval_loss_sums(self.config, self.template, weights, batch)
 
-    def evaluation_metrics(self, sums: dict[str, float]) -> dict[str, float]:
-        loss = sums["loss"] / max(sums["weights"], 1.0)
+    def eval_metrics(self, sums: dict[str, float]) -> dict[str, float]:
+        loss = sums["loss"] / max(sums["count"], 1.0)
         metrics = {"loss": loss, "perplexity": math.exp(min(loss, 700.0))}
         if "correct" in sums:
-            metrics["mean_token_accuracy"] = sums["correct"] / max(sums["weights"], 1.0)
+            metrics["mean_token_accuracy"] = sums["correct"] / max(sums["count"], 1.0)
         if "drafts" in sums:
             metrics["mtp_acceptance_rate"] = sums["accepted"] / max(sums["drafts"], 1.0)
         return metrics
@@ -160,7 +160,7 @@ class LanguageModel(ModelObjective):
         return batch
 
     def num_tokens(self, batch: Batch) -> jax.Array:
-        return jnp.sum(token_weights(batch))
+        return jnp.sum(target_mask(batch))
 
     @property
     def reference_flops_per_token(self) -> float:

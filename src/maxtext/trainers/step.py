@@ -299,4 +299,4 @@ def accumulate_leaf(path: tuple, total: jax.Array, value: jax.Array) -> jax.Arra
 
 def make_eval_step(objective: Objective) -> Callable[[Any, Any, Batch], Metrics]:
     """(weights, reference, batch) -> sums over the batch, of the losses and of their divisors."""
-    return objective.evaluate
+    return objective.eval_sums

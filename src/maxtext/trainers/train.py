@@ -48,10 +48,10 @@ from maxtext.trainers.data_loader import (
     open_eval_streams,
 )
 from maxtext.trainers.epochs import has_open_end, with_steps_of_epochs
-from maxtext.trainers.hooks import Evaluate, Profile, Record, TrainingFailed
+from maxtext.trainers.hooks import EvaluateLoss, Profile, Record, TrainingFailed
 from maxtext.trainers.loop import STOPPED_ELSEWHERE, Hook, Loop, TrainStep
 from maxtext.trainers.memory.usage import peak_bytes, state_bytes, step_bytes, warn_if_too_large
-from maxtext.trainers.preference.objective import Preference
+from maxtext.trainers.preference.objective import PreferenceObjective
 from maxtext.trainers.preference.reference_logps import load_or_compute
 from maxtext.trainers.rl.prompt_loader import PromptLoader
 from maxtext.trainers.rl.rewards.functions import RewardFunction
@@ -133,7 +133,7 @@ def train_locked(
         with Recorder(writers) as recorder, stack_traces(config), contextlib.ExitStack() as closing:
             hooks = build_hooks(context, recorder, profiler, peak_flops)
             if eval_streams is not None:
-                hooks.append(evaluate_hook(context, recorder, eval_streams, data_loader.add_fields))
+                hooks.append(loss_hook(context, recorder, eval_streams, data_loader.add_fields))
             train_step = sampling_step(
                 context, step_cache, data_loader, start.step, checkpoint, rewards, agent
             )
@@ -193,7 +193,7 @@ def reference_fields(
     context: RunContext, state: TrainState, step: int, checkpoint: Checkpoint | None
 ) -> AddFields:
     """Adds the fields of a batch that are computed before training; see reference_logps.py."""
-    if not (isinstance(context.objective, Preference) and context.objective.row_fields):
+    if not (isinstance(context.objective, PreferenceObjective) and context.objective.row_fields):
         return lambda batch: batch
     weights = state.weights if step == 0 else initial_weights(context, checkpoint)
     return load_or_compute(context, run_folder(context.config), weights).add_fields
@@ -216,10 +216,10 @@ def build_hooks(
     return [Profile(profiler), record]
 
 
-def evaluate_hook(
+def loss_hook(
     context: RunContext, recorder: Recorder, streams: DataStreams, add_fields: AddFields
-) -> Evaluate:
-    return Evaluate(
+) -> EvaluateLoss:
+    return EvaluateLoss(
         context.config,
         recorder,
         data_loader=EvalDataLoader(context, streams, add_fields),
@@ -305,12 +305,12 @@ def response_hooks(train_step: TrainStep, recorder: Recorder) -> list[Hook]:
     """The evaluation of reinforcement learning, if the run does it."""
     if isinstance(train_step, StepCache):
         return []
-    from maxtext.trainers.rl.evaluation_hook import evaluation_hooks
+    from maxtext.trainers.rl.evaluation_hook import response_evaluation_hooks
     from maxtext.trainers.rl.rollout_step import GroupRolloutStep
 
     if not isinstance(train_step, GroupRolloutStep):
         return []
-    return evaluation_hooks(train_step, recorder, run_folder(train_step.config))
+    return response_evaluation_hooks(train_step, recorder, run_folder(train_step.config))
 
 
 def summarize(
@@ -323,7 +323,9 @@ def summarize(
     """Log the outcome, and write summary.json and plots to the run's folder."""
     config = context.config
     record = next(hook for hook in hooks if isinstance(hook, Record))
-    eval_points = [point for hook in hooks if isinstance(hook, Evaluate) for point in hook.points]
+    eval_points = [
+        point for hook in hooks if isinstance(hook, EvaluateLoss) for point in hook.points
+    ]
     summary = {
         "run_name": config.run_name,
         "steps": loop.step,

@@ -21,7 +21,7 @@ from maxtext.sharding.topology import find_target
 from maxtext.trainers import tune
 from maxtext.trainers.checkpointing.init_state import initial_state, with_reference
 from maxtext.trainers.distillation.features import pop_features
-from maxtext.trainers.distillation.objective import loss_weights
+from maxtext.trainers.distillation.objective import loss_coefficients
 from maxtext.trainers.memory.estimate import estimate_memory
 from maxtext.trainers.run_context import RunContext
 from maxtext.trainers.step import make_eval_step, make_train_step
@@ -380,7 +380,7 @@ def test_evaluation_is_the_loss_of_the_student_alone(models, start, batch):
         sums = run.quickly(make_eval_step(run.context.objective))(
             state.weights, state.reference, batch
         )
-    metrics = run.context.objective.evaluation_metrics({name: float(x) for name, x in sums.items()})
+    metrics = run.context.objective.eval_metrics({name: float(x) for name, x in sums.items()})
     with torch.no_grad():
         expected = torch_losses(student, teacher, batch)["hard_loss"].item()
     assert metrics == {
@@ -389,16 +389,18 @@ def test_evaluation_is_the_loss_of_the_student_alone(models, start, batch):
     }
 
 
-def test_weights_follow_their_schedules(start):
+def test_coefficients_follow_their_schedules(start):
     run = start(
         "distill_alpha=1.0", "distill_alpha_end=0.5", "distill_alpha_schedule=linear",
         "distill_temperature=4.0", "distill_temperature_end=1.0",
         "distill_temperature_schedule=cosine", "learning_rate_schedule_steps=8",
     )  # fmt: skip
-    weights = [loss_weights(run.config, step) for step in (0, 2, 8, 9)]
-    assert [float(x["distill_alpha"]) for x in weights] == pytest.approx([1, 0.875, 0.5, 0.5])
+    coefficients = [loss_coefficients(run.config, step) for step in (0, 2, 8, 9)]
+    assert [float(x["distill_alpha"]) for x in coefficients] == pytest.approx([1, 0.875, 0.5, 0.5])
     quarter = 1 + 3 * (1 + math.cos(math.pi / 4)) / 2
-    assert [float(x["distill_temperature"]) for x in weights] == pytest.approx([4, quarter, 1, 1])
+    assert [float(x["distill_temperature"]) for x in coefficients] == pytest.approx(
+        [4, quarter, 1, 1]
+    )
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import pytest
 from maxtext.configs.derive import Devices
 from maxtext.models.configuration import load
 from maxtext.trainers.rl import grpo
-from maxtext.trainers.rl.grpo import GroupRelativePolicy
+from maxtext.trainers.rl.grpo import GRPOObjective
 
 ROWS, LENGTH, PROMPT = 8, 12, 4
 ALL_KEYS = [
@@ -21,7 +21,7 @@ OLD = ("num_iterations=2",)  # the policy differs from the sampler
 
 
 @dataclass(frozen=True)
-class ArrayPolicy(GroupRelativePolicy):
+class ArrayPolicy(GRPOObjective):
     """Takes log-probabilities from the batch instead of a model's output."""
 
     def token_logps(self, template, weights, batch, key):

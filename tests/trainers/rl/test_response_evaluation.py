@@ -16,7 +16,7 @@ from maxtext.inference.sampling_params import SamplingParams
 from maxtext.models.configuration import load
 from maxtext.trainers import tune
 from maxtext.trainers.rl.group_sampler import Prompt
-from maxtext.trainers.rl.response_evaluation import Responses, evaluate, write_responses
+from maxtext.trainers.rl.response_evaluation import Responses, evaluate_responses, write_responses
 from maxtext.trainers.rl.rewards.builtin import builtin_rewards
 from maxtext.trainers.rl.rewards.functions import reward_functions
 from maxtext.trainers.rl.rollout import sample_seed
@@ -56,13 +56,13 @@ class ScriptedSampler:
 
 def run(**keys):
     config = configure(**keys)
-    return evaluate(config, PROBLEMS, ScriptedSampler(RESPONSES), builtin_rewards(config))
+    return evaluate_responses(config, PROBLEMS, ScriptedSampler(RESPONSES), builtin_rewards(config))
 
 
 def test_metrics_are_those_of_the_responses():
     metrics = run().metrics
     assert metrics["accuracy"] == 1.0  # each problem has a right response
-    assert metrics["nearly_right"] == metrics["format"] == 1.0
+    assert metrics["partial_accuracy"] == metrics["format"] == 1.0
     for k in (1, 2, 4):
         expected = np.mean([1 - comb(4 - right, k) / comb(4, k) for right in (2, 1)])
         assert metrics[f"pass_at_{k}"] == pytest.approx(expected)
@@ -83,7 +83,7 @@ def test_requests_have_the_sampling_of_the_strategy():
     for name, sampling in expected.items():
         config = configure(eval_sampling_strategy=name, **keys)
         sampler = ScriptedSampler(RESPONSES)
-        evaluate(config, PROBLEMS, sampler, builtin_rewards(config), stop_token_ids=(2,))
+        evaluate_responses(config, PROBLEMS, sampler, builtin_rewards(config), stop_token_ids=(2,))
         assert len(sampler.requests) == 8
         for number, request in enumerate(sampler.requests):
             params = request.params
@@ -98,7 +98,9 @@ def test_problems_are_sampled_by_batches():
     for size, batches in ((-1, [8]), (1, [4, 4]), (5, [8])):
         config = configure(eval_batch_size=size, stop_strings=["</answer>"])
         sampler = ScriptedSampler(RESPONSES)
-        metrics.append(evaluate(config, PROBLEMS, sampler, builtin_rewards(config)).metrics)
+        metrics.append(
+            evaluate_responses(config, PROBLEMS, sampler, builtin_rewards(config)).metrics
+        )
         assert sampler.batches == batches
         assert {request.params.stop for request in sampler.requests} == {("</answer>",)}
     assert metrics[0] == metrics[1] == metrics[2]
@@ -112,7 +114,7 @@ def test_rewards_get_the_columns_of_sampling():
         return Responses(["x"] * len(requests), {"messages": [[1, 2]] * len(requests)})
 
     config = configure(eval_batch_size=1)
-    evaluation = evaluate(config, PROBLEMS, sample, reward_functions([turns]))
+    evaluation = evaluate_responses(config, PROBLEMS, sample, reward_functions([turns]))
     assert evaluation.reward == 2.0
 
 
@@ -120,7 +122,7 @@ def test_wrong_or_right_problems_are_written(tmp_path):
     for right, question in ((True, "6*7="), (False, "2+2=")):
         config = configure(eval_make_lst=True, eval_corr_lst=right, eval_mode="maj")
         sampler = ScriptedSampler(RESPONSES)
-        evaluation = evaluate(config, PROBLEMS, sampler, builtin_rewards(config))
+        evaluation = evaluate_responses(config, PROBLEMS, sampler, builtin_rewards(config))
         (line,) = write_responses(config, evaluation, tmp_path / "new").read_text().splitlines()
         row = json.loads(line)
         assert row["question"] == question
@@ -130,7 +132,7 @@ def test_wrong_or_right_problems_are_written(tmp_path):
 def test_rows_need_answers():
     config = configure()
     with pytest.raises(UserError, match="no right answer in a column answer"):
-        evaluate(config, [Prompt([1], {"prompt": "x"})], ScriptedSampler([]), [])
+        evaluate_responses(config, [Prompt([1], {"prompt": "x"})], ScriptedSampler([]), [])
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from maxtext.models.differences import config_differences
 from maxtext.models.transformer import initial_weights as random_weights
 from maxtext.sharding import use_rules
 from maxtext.trainers.checkpointing.init_adapters import adapted_weights
-from maxtext.trainers.distillation.objective import Distillation
+from maxtext.trainers.distillation.objective import DistillationObjective
 from maxtext.trainers.distillation.weight_maps import has_weight_maps
 from maxtext.trainers.run_context import RunContext
 from maxtext.trainers.step import TrainState
@@ -72,7 +72,7 @@ def learn_to_init_weights(context: RunContext, checkpoint: Checkpoint | None) ->
     """The factors of attention weights before the first step, and the other weights of a
     checkpoint, or random ones."""
     config, objective = context.config, context.objective
-    assert isinstance(objective, Distillation)
+    assert isinstance(objective, DistillationObjective)
     assert objective.learn_to_init is not None
     template = objective.model_template
     shardings = context.rules.shardings(template.axes, template.weights)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import jax
 
-from maxtext.trainers.distillation.objective import Distillation, distillation_counts
+from maxtext.trainers.distillation.objective import DistillationObjective, distillation_counts
 from maxtext.trainers.losses.distill import divergence
 from maxtext.trainers.model_losses import Batch
 from maxtext.trainers.objective import Sums
@@ -20,14 +20,14 @@ DIVERGENCE = "divergence"
 
 
 @dataclass(frozen=True)
-class GeneralizedDistillation(Distillation):
+class GKDObjective(DistillationObjective):
     def counts(self, batch: Batch) -> Sums:
         counts = distillation_counts(self.config, batch)
         return counts | {DIVERGENCE: counts["distillation_loss"]}
 
-    def loss_weights(self, step: jax.Array) -> Sums:
-        weights = super().loss_weights(step)
-        return {"distill_temperature": weights["distill_temperature"]}
+    def loss_coefficients(self, step: jax.Array) -> Sums:
+        coefficients = super().loss_coefficients(step)
+        return {"distill_temperature": coefficients["distill_temperature"]}
 
     def token_sums(
         self,
@@ -48,5 +48,5 @@ class GeneralizedDistillation(Distillation):
         )
         return {name: sums[name] for name in METRICS} | {DIVERGENCE: total}
 
-    def token_loss(self, sums: Sums, weights: Sums) -> jax.Array:
+    def token_loss(self, sums: Sums, coefficients: Sums) -> jax.Array:
         return sums[DIVERGENCE]

@@ -30,27 +30,27 @@ from maxtext.trainers.model_losses import (
     Batch,
     Losses,
     bind_model,
-    evaluation_sums,
+    eval_loss_sums,
     split_sequence,
     sum_aux_losses,
-    token_weights,
+    target_mask,
     training_inputs,
     z_loss_sums,
 )
-from maxtext.trainers.objective import LanguageModel, Sums
+from maxtext.trainers.objective import LanguageModelObjective, Sums
 
 TOKEN_SUMS = ("soft_loss", "hard_loss", "kl", "kl_temperature_1", "teacher_loss")
-WEIGHTS = ("distill_alpha", "distill_temperature", "distill_beta")
+COEFFICIENTS = ("distill_alpha", "distill_temperature", "distill_beta")
 
 
 @dataclass(frozen=True)
-class Distillation(LanguageModel):
+class DistillationObjective(LanguageModelObjective):
     teacher_config: MaxTextConfig
     teacher_template: Template
     maps: WeightMaps
     learn_to_init: LearnToInit | None = None
 
-    def with_config(self, config: MaxTextConfig) -> "Distillation":
+    def with_config(self, config: MaxTextConfig) -> "DistillationObjective":
         update = {"max_segments_per_seq": config.max_segments_per_seq}
         return replace(
             self, config=config, teacher_config=self.teacher_config.model_copy(update=update)
@@ -90,9 +90,9 @@ class Distillation(LanguageModel):
     def counts(self, batch: Batch) -> Sums:
         return distillation_counts(self.config, batch)
 
-    def evaluate(self, weights: Any, reference: Any, batch: Batch) -> Sums:
+    def eval_sums(self, weights: Any, reference: Any, batch: Batch) -> Sums:
         weights = self.model_weights(weights, reference)
-        return evaluation_sums(self.config, self.model_template, weights, batch)
+        return eval_loss_sums(self.config, self.model_template, weights, batch)
 
     def losses(
         self, weights: Any, reference: Any, batch: Batch, key: jax.Array | None, step: jax.Array
@@ -103,35 +103,35 @@ class Distillation(LanguageModel):
         teacher_x, teacher_aux = self.run_layers(
             self.teacher_config, self.teacher_template, reference, batch, None
         )
-        now = self.loss_weights(step)
+        coefficients = self.loss_coefficients(step)
         sums = self.head_sums(
             weights,
             reference,
             x,
             jax.lax.stop_gradient(teacher_x),
             batch,
-            now["distill_temperature"],
+            coefficients["distill_temperature"],
         )
-        loss = self.token_loss(sums, now)
+        loss = self.token_loss(sums, coefficients)
         if self.uses_features:
             layer_aux, features = pop_features(layer_aux, self.config.distill_layer_indices)
             _, teacher_features = pop_features(teacher_aux, self.config.distill_layer_indices)
             sums["feature_loss"] = self.feature_sum(features, teacher_features, batch)
-            loss += now["distill_beta"] * sums["feature_loss"]
+            loss += coefficients["distill_beta"] * sums["feature_loss"]
         return Losses(
             sums={"distillation_loss": loss} | pop_z_loss(sums),
             aux_losses=sum_aux_losses(layer_aux),
             layer_aux=layer_aux,
-            metrics=sums | now,
+            metrics=sums | coefficients,
         )
 
     @property
     def uses_features(self) -> bool:
         return self.config.distill_beta > 0
 
-    def loss_weights(self, step: jax.Array) -> Sums:
+    def loss_coefficients(self, step: jax.Array) -> Sums:
         """The scheduled values after `step` steps, by key."""
-        return loss_weights(self.config, step)
+        return loss_coefficients(self.config, step)
 
     def token_sums(
         self,
@@ -152,9 +152,9 @@ class Distillation(LanguageModel):
         )
         return {name: metrics[name] for name in TOKEN_SUMS}
 
-    def token_loss(self, sums: Sums, weights: Sums) -> jax.Array:
-        """What is minimized, without features, from `token_sums` and `loss_weights`."""
-        alpha = weights["distill_alpha"]
+    def token_loss(self, sums: Sums, coefficients: Sums) -> jax.Array:
+        """What is minimized, without features, from `token_sums` and `loss_coefficients`."""
+        alpha = coefficients["distill_alpha"]
         return alpha * sums["soft_loss"] + (1.0 - alpha) * sums["hard_loss"]
 
     def run_layers(
@@ -177,7 +177,7 @@ class Distillation(LanguageModel):
             kind = self.config.distill_feature_loss_type
             return masked_sum(feature_distances(features, teacher_features, mask, kind), mask)
 
-        return auto_sharded(run, features, teacher_features, token_weights(batch), out_axes=())
+        return auto_sharded(run, features, teacher_features, target_mask(batch), out_axes=())
 
     def head_sums(
         self,
@@ -225,7 +225,7 @@ class Distillation(LanguageModel):
             x,
             teacher_x,
             batch["targets"],
-            token_weights(batch),
+            target_mask(batch),
             temperature,
             out_axes=(),
         )
@@ -248,10 +248,10 @@ def map_tiles(
 
 def distillation_counts(config: MaxTextConfig, batch: Batch) -> Sums:
     """The divisors of the sums of distillation."""
-    tokens = jnp.maximum(jnp.sum(token_weights(batch)), 1.0)
+    tokens = jnp.maximum(jnp.sum(target_mask(batch)), 1.0)
     microbatches = jnp.float32(config.gradient_accumulation_steps)
     names = ("distillation_loss", "feature_loss", "z_loss", *TOKEN_SUMS)
-    return dict.fromkeys(names, tokens) | dict.fromkeys(WEIGHTS, microbatches)
+    return dict.fromkeys(names, tokens) | dict.fromkeys(COEFFICIENTS, microbatches)
 
 
 def pop_z_loss(sums: Sums) -> Sums:
@@ -259,7 +259,7 @@ def pop_z_loss(sums: Sums) -> Sums:
     return {"z_loss": sums.pop("z_loss")} if "z_loss" in sums else {}
 
 
-def loss_weights(config: MaxTextConfig, step: jax.Array) -> Sums:
+def loss_coefficients(config: MaxTextConfig, step: jax.Array) -> Sums:
     """α, T and β after `step` steps."""
     schedules = (
         (config.distill_alpha, config.distill_alpha_end, config.distill_alpha_schedule),
@@ -273,5 +273,5 @@ def loss_weights(config: MaxTextConfig, step: jax.Array) -> Sums:
     steps = schedule_steps(config)
     return {
         name: anneal(step, steps, *schedule)
-        for name, schedule in zip(WEIGHTS, schedules, strict=True)
+        for name, schedule in zip(COEFFICIENTS, schedules, strict=True)
     }

@@ -15,7 +15,7 @@ from maxtext.input_pipeline.teacher_logits import TOP_K_FIELDS
 from maxtext.trainers.distillation.objective import (
     TOKEN_SUMS,
     distillation_counts,
-    loss_weights,
+    loss_coefficients,
     map_tiles,
     pop_z_loss,
 )
@@ -26,18 +26,18 @@ from maxtext.trainers.model_losses import (
     bind_model,
     run_head,
     sum_aux_losses,
-    token_weights,
+    target_mask,
     training_inputs,
     z_loss_sums,
 )
-from maxtext.trainers.objective import LanguageModel, Sums
+from maxtext.trainers.objective import LanguageModelObjective, Sums
 
 OFFLINE_SUMS = tuple(name for name in TOKEN_SUMS if name != "teacher_loss")
 TEMPERATURE = "distill_temperature"
 
 
 @dataclass(frozen=True)
-class OfflineDistillation(LanguageModel):
+class OfflineDistillationObjective(LanguageModelObjective):
     top_k: int
 
     @property
@@ -52,16 +52,16 @@ class OfflineDistillation(LanguageModel):
     ) -> Losses:
         model = bind_model(self.config, self.template, weights)
         x, layer_aux = model.run(batch["inputs"], training_inputs(self.config, batch, key))
-        now = loss_weights(self.config, step)
-        fields = batch | {TEMPERATURE: now[TEMPERATURE]}
+        coefficients = loss_coefficients(self.config, step)
+        fields = batch | {TEMPERATURE: coefficients[TEMPERATURE]}
         sums = run_head(self.config, self.template, weights, x, fields, top_k_sums)
-        alpha = now["distill_alpha"]
+        alpha = coefficients["distill_alpha"]
         loss = alpha * sums["soft_loss"] + (1.0 - alpha) * sums["hard_loss"]
         return Losses(
             sums={"distillation_loss": loss} | pop_z_loss(sums),
             aux_losses=sum_aux_losses(layer_aux),
             layer_aux=layer_aux,
-            metrics=sums | now,
+            metrics=sums | coefficients,
         )
 
 
@@ -83,5 +83,5 @@ def top_k_sums(config: MaxTextConfig, model: Any, x: jax.Array, batch: Batch) ->
         sums = {name: metrics[name] for name in OFFLINE_SUMS}
         return sums | z_loss_sums(config, logits, mask)
 
-    parts = (x, batch["targets"], token_weights(batch), *(batch[name] for name in TOP_K_FIELDS))
+    parts = (x, batch["targets"], target_mask(batch), *(batch[name] for name in TOP_K_FIELDS))
     return map_tiles(tile, parts, config.num_vocab_tiling)

@@ -18,7 +18,7 @@ from maxtext.inference.requests import GenerationRequest
 from maxtext.inference.sampling_params import SamplingParams
 from maxtext.input_pipeline import Batch
 from maxtext.trainers.data_loader import DeviceBatch, TrainDataLoader
-from maxtext.trainers.distillation.gkd import GeneralizedDistillation
+from maxtext.trainers.distillation.gkd import GKDObjective
 from maxtext.trainers.loop import TrainStep
 from maxtext.trainers.rl.rollout import (
     Rollout,
@@ -61,7 +61,7 @@ class OnPolicyStep:
         checkpoint: Checkpoint | None,
     ):
         objective = context.objective
-        assert isinstance(objective, GeneralizedDistillation)
+        assert isinstance(objective, GKDObjective)
         self.context = context
         self.config = context.config
         self.train_step = train_step

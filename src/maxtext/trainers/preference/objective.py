@@ -21,7 +21,7 @@ from maxtext.trainers.model_losses import (
     bind_model,
     run_head,
     sum_aux_losses,
-    token_weights,
+    target_mask,
     training_inputs,
 )
 from maxtext.trainers.objective import Sums
@@ -44,7 +44,7 @@ class PairLogps:
 
 
 @dataclass(frozen=True)
-class Preference(PolicyObjective):
+class PreferenceObjective(PolicyObjective):
     """The loss of dpo_loss_type over pairs of completions."""
 
     @property
@@ -151,20 +151,20 @@ class Preference(PolicyObjective):
             layer_aux=layer_aux,
         )
 
-    def evaluate(self, weights: Any, reference: Any, batch: Batch) -> Sums:
+    def eval_sums(self, weights: Any, reference: Any, batch: Batch) -> Sums:
         policy = self.pair_logps(self.template, weights, batch, None)
         sums, metrics = self.loss_sums(
             policy, self.reference_logps(weights, reference, batch), batch
         )
         num_pairs = jnp.sum(pair_mask(batch))
-        result = metrics | {"loss": sums["preference_loss"], "weights": num_pairs}
+        result = metrics | {"loss": sums["preference_loss"], "count": num_pairs}
         if "nll_loss" in sums:
             num_tokens = jnp.sum(batch["chosen_inputs_segmentation"] != 0)
             result |= {"nll_loss": sums["nll_loss"], "nll_tokens": num_tokens.astype(jnp.float32)}
         return result
 
-    def evaluation_metrics(self, sums: dict[str, float]) -> dict[str, float]:
-        num_pairs = max(sums["weights"], 1.0)
+    def eval_metrics(self, sums: dict[str, float]) -> dict[str, float]:
+        num_pairs = max(sums["count"], 1.0)
         metrics = {name: sums[name] / num_pairs for name in ("loss", *self.metric_names)}
         if "nll_loss" in sums:
             metrics["nll_loss"] = sums["nll_loss"] / max(sums["nll_tokens"], 1.0)
@@ -195,7 +195,7 @@ def row_logp_sums(
     """Of each row: the log-probability of its learned tokens, the negative log-likelihood of all
     its tokens, and the number of learned tokens."""
     token_losses, _ = model.losses(model.final_norm(x), batch["targets"], config.num_vocab_tiling)
-    learned = token_weights(batch)
+    learned = target_mask(batch)
     is_token = (batch["inputs_segmentation"] != 0).astype(jnp.float32)
     return (
         -jnp.sum(token_losses * learned, axis=1),

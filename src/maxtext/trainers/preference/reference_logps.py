@@ -20,7 +20,7 @@ from maxtext.common.log import LOGGER
 from maxtext.input_pipeline import Batch, DataStreams
 from maxtext.trainers.compilation.compile import lower
 from maxtext.trainers.data_loader import open_eval_streams, open_train_streams, shard_batch
-from maxtext.trainers.preference.objective import REFERENCE_LOGPS, Preference
+from maxtext.trainers.preference.objective import REFERENCE_LOGPS, PreferenceObjective
 from maxtext.trainers.run_context import RunContext
 from maxtext.trainers.shardings import with_shardings
 from maxtext.trainers.trainable import checksum
@@ -129,7 +129,7 @@ def limited(streams: DataStreams, steps: int) -> Iterator[Batch]:
 def compile_reference(context: RunContext, rows: int) -> Callable[[Any, Any], Any]:
     """(weights at step 0, batch) -> (chosen, rejected), [rows] each, on every device."""
     objective, shardings = context.objective, context.shardings
-    assert isinstance(objective, Preference)
+    assert isinstance(objective, PreferenceObjective)
 
     def run(weights: Any, batch: Any) -> Any:
         return objective.compute_reference(weights, objective.reference_weights(weights), batch)

@@ -14,8 +14,8 @@ from maxtext.trainers.rl.agents.agent import conversation_columns
 from maxtext.trainers.rl.group_sampler import Prompt
 from maxtext.trainers.rl.response_evaluation import (
     Responses,
-    evaluate,
-    evaluation_batch,
+    evaluate_responses,
+    problems_per_batch,
     read_problems,
     write_responses,
 )
@@ -23,8 +23,8 @@ from maxtext.trainers.rl.rollout_step import GroupRolloutStep
 
 
 class EvaluateResponses(Hook):
-    """Writes the metrics of `Evaluation` with the prefix eval_, and the responses to `folder` if
-    eval_make_lst is set."""
+    """Writes the metrics of `ResponseEvaluation` with the prefix eval_, and the responses to
+    `folder` if eval_make_lst is set."""
 
     def __init__(
         self, step: GroupRolloutStep, problems: list[Prompt], recorder: Recorder, folder: str
@@ -38,20 +38,20 @@ class EvaluateResponses(Hook):
 
     def before_step(self, loop: Loop) -> None:
         if loop.step == 0 and self.is_first:
-            self.evaluate(loop)
+            self.evaluate_policy(loop)
         self.is_first = False
 
     def after_step(self, loop: Loop) -> None:
         interval = self.config.eval_interval
         if loop.step == loop.steps or (interval > 0 and loop.step % interval == 0):
-            self.evaluate(loop)
+            self.evaluate_policy(loop)
 
-    def evaluate(self, loop: Loop) -> None:
+    def evaluate_policy(self, loop: Loop) -> None:
         """The record has the number of the step before, as that of an evaluation loss; the first
         has 0."""
         loop.wait()
         engine, sampler = self.step.engine, self.step.sampler
-        count = evaluation_batch(self.config, len(self.problems)) * self.config.num_eval_passes
+        count = problems_per_batch(self.config, len(self.problems)) * self.config.num_eval_passes
 
         def sample(problems: Sequence[Prompt], requests: Sequence[GenerationRequest]) -> Responses:
             rollouts = sampler.complete([problem.columns for problem in problems], requests)
@@ -60,7 +60,7 @@ class EvaluateResponses(Hook):
 
         engine.sync(self.step.context.model_weights(loop.state), count)
         try:
-            evaluation = evaluate(
+            evaluation = evaluate_responses(
                 self.config,
                 self.problems,
                 sample,
@@ -84,7 +84,9 @@ class EvaluateResponses(Hook):
         loop.restart_clock()
 
 
-def evaluation_hooks(step: GroupRolloutStep, recorder: Recorder, folder: str) -> list[Hook]:
+def response_evaluation_hooks(
+    step: GroupRolloutStep, recorder: Recorder, folder: str
+) -> list[Hook]:
     """Empty if the run has no evaluation data. Raises ConfigError if a key asks for evaluation
     and there is no data."""
     config = step.config

@@ -31,7 +31,7 @@ from maxtext.trainers.model_losses import (
     run_head,
     split_sequence,
     sum_aux_losses,
-    token_weights,
+    target_mask,
     training_inputs,
 )
 from maxtext.trainers.objective import Sums
@@ -68,7 +68,7 @@ def needs_old_logps(config: MaxTextConfig) -> bool:
 
 
 @dataclass(frozen=True)
-class GroupRelativePolicy(PolicyObjective):
+class GRPOObjective(PolicyObjective):
     """The clipped policy loss with a KL penalty, added up as loss_agg_mode says."""
 
     @property
@@ -92,7 +92,7 @@ class GroupRelativePolicy(PolicyObjective):
         mask = learned_tokens(batch)
         num_tokens = jnp.maximum(jnp.sum(mask), 1.0)
         num_rows = jnp.maximum(jnp.sum(jnp.any(mask != 0, axis=1)), 1).astype(jnp.float32)
-        num_sampled = jnp.maximum(jnp.sum(token_weights(batch)), 1.0)
+        num_sampled = jnp.maximum(jnp.sum(target_mask(batch)), 1.0)
         one = jnp.float32(1)
         reduction = REDUCTIONS[self.config.loss_agg_mode]
         divisors = {"dapo": num_tokens, "bnpo": one * self.config.gradient_accumulation_steps}
@@ -143,7 +143,7 @@ class GroupRelativePolicy(PolicyObjective):
             tokens=1.0,
             weights=self.correction(policy_logps, old_logps, sampler_logps, mask),
         )
-        sampled = token_weights(batch)
+        sampled = target_mask(batch)
         metrics = {name: metrics[name] for name in self.metric_names}
         rows = self.config.global_batch_size_to_train_on
         metrics |= auto_sharded(
@@ -198,10 +198,10 @@ class GroupRelativePolicy(PolicyObjective):
         """[B, S]: log-probabilities of the targets."""
         return self.token_logps(self.template, weights, batch, None)[0]
 
-    def evaluate(self, weights: Any, reference: Any, batch: Batch) -> Sums:
+    def eval_sums(self, weights: Any, reference: Any, batch: Batch) -> Sums:
         raise ConfigError("eval_interval: reinforcement learning has no evaluation loss")
 
-    def evaluation_metrics(self, sums: dict[str, float]) -> dict[str, float]:
+    def eval_metrics(self, sums: dict[str, float]) -> dict[str, float]:
         return sums
 
     def model_rows(self, batch: Batch) -> Batch:
@@ -213,7 +213,7 @@ class GroupRelativePolicy(PolicyObjective):
 
 def learned_tokens(batch: Batch) -> jax.Array:
     """[B, S]: 1 for a sampled token of a row that is learned."""
-    return token_weights(batch) * batch[IS_LEARNED][:, None]
+    return target_mask(batch) * batch[IS_LEARNED][:, None]
 
 
 def agreement(

@@ -1,4 +1,4 @@
-"""Evaluation by sampling: responses to problems, and how many of them are right.
+"""Evaluation by sampling: responses to problems, and how many of them are correct.
 
 Every problem gets num_eval_passes responses, eval_batch_size problems at a time. Their seeds depend
 on data_shuffle_seed, the problem and the number of the response, so that neither other problems nor
@@ -26,7 +26,7 @@ from maxtext.input_pipeline.loader import open_data_streams
 from maxtext.trainers.data_loader import eval_data_hint
 from maxtext.trainers.rl.group_sampler import Prompt, mean, read_prompts
 from maxtext.trainers.rl.rewards.answers import accepted_answers
-from maxtext.trainers.rl.rewards.builtin import right_answers
+from maxtext.trainers.rl.rewards.builtin import answer_column
 from maxtext.trainers.rl.rewards.functions import RewardFunction, compute_rewards, total_rewards
 from maxtext.trainers.rl.rewards.grading import combine_grades, grade_problems, pass_at_k
 from maxtext.trainers.rl.rewards.keys import RewardKeys
@@ -49,14 +49,14 @@ Sampler = Callable[[Sequence[Prompt], Sequence[GenerationRequest]], Responses]
 
 @dataclass(frozen=True)
 class ProblemResult:
-    """`right`: how many of the responses are right; `accuracy` combines them by eval_mode."""
+    """`right`: the number of correct responses; `accuracy` combines them by eval_mode."""
 
     question: Any
     answers: tuple[str, ...]
     responses: tuple[str, ...]
     right: int
     accuracy: float
-    nearly_right: float
+    partial_accuracy: float
     format: float
 
     def to_json(self) -> str:
@@ -66,7 +66,7 @@ class ProblemResult:
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class ResponseEvaluation:
     problems: tuple[ProblemResult, ...]
     reward: float  # mean of all responses
 
@@ -75,7 +75,7 @@ class Evaluation:
         """Means over the problems; pass@k for k = 1, 2, 4 … up to the number of responses."""
         metrics = {
             name: float(np.mean([getattr(each, name) for each in self.problems]))
-            for name in ("accuracy", "nearly_right", "format")
+            for name in ("accuracy", "partial_accuracy", "format")
         }
         metrics["reward"] = self.reward
         count, k = len(self.problems[0].responses), 1
@@ -86,21 +86,21 @@ class Evaluation:
         return metrics
 
 
-def evaluate(
+def evaluate_responses(
     config: MaxTextConfig,
     prompts: Sequence[Prompt],
     sample: Sampler,
     rewards: Sequence[RewardFunction],
     stop_token_ids: tuple[int, ...] = (),
-) -> Evaluation:
-    """Sample responses to the prompts and grade them. Raises UserError if the rows have no right
-    answers."""
+) -> ResponseEvaluation:
+    """Sample responses to the prompts and grade them. Raises UserError if the rows have no
+    reference answers."""
     count = config.num_eval_passes
     columns = {
         name: [prompt.columns.get(name) for prompt in prompts]
         for name in dict.fromkeys(name for prompt in prompts for name in prompt.columns)
     }
-    answers = right_answers(columns)
+    answers = answer_column(columns)
     sampled = sample_responses(config, prompts, sample, stop_token_ids)
     texts = sampled.texts
     groups = [texts[start : start + count] for start in range(0, len(texts), count)]
@@ -109,14 +109,14 @@ def evaluate(
     for prompt, answer, responses, grades in zip(
         prompts, answers, groups, grade_problems(groups, answers, keys), strict=True
     ):
-        accuracy, nearly_right, form = combine_grades(responses, grades, config.eval_mode, keys)
+        accuracy, partial_accuracy, form = combine_grades(responses, grades, config.eval_mode, keys)
         result = ProblemResult(
             prompt.columns["prompt"],
             accepted_answers(answer),
             responses=tuple(responses),
-            right=sum(right == 1 for right, _, _ in grades),
+            right=sum(accuracy == 1 for accuracy, _, _ in grades),
             accuracy=accuracy,
-            nearly_right=nearly_right,
+            partial_accuracy=partial_accuracy,
             format=form,
         )
         results.append(result)
@@ -124,7 +124,7 @@ def evaluate(
         name: [value for value in column for _ in range(count)] for name, column in columns.items()
     } | sampled.columns
     values = compute_rewards(rewards, repeated.pop("prompt"), texts, repeated)
-    return Evaluation(tuple(results), reward=mean(total_rewards(rewards, values)))
+    return ResponseEvaluation(tuple(results), reward=mean(total_rewards(rewards, values)))
 
 
 def sample_responses(
@@ -135,11 +135,11 @@ def sample_responses(
 ) -> Responses:
     """num_eval_passes responses to each prompt, in order."""
     pairs = [
-        (prompt, evaluation_request(config, prompt, index, number, stop_token_ids))
+        (prompt, response_request(config, prompt, index, number, stop_token_ids))
         for index, prompt in enumerate(prompts)
         for number in range(config.num_eval_passes)
     ]
-    size = evaluation_batch(config, len(prompts)) * config.num_eval_passes
+    size = problems_per_batch(config, len(prompts)) * config.num_eval_passes
     batches = [
         sample(*zip(*pairs[start : start + size], strict=True))
         for start in range(0, len(pairs), size)
@@ -153,18 +153,18 @@ def sample_responses(
     )
 
 
-def evaluation_batch(config: MaxTextConfig, problems: int) -> int:
+def problems_per_batch(config: MaxTextConfig, problems: int) -> int:
     """The problems that are sampled at a time."""
     return min(config.eval_batch_size, problems) if config.eval_batch_size > 0 else problems
 
 
-def evaluate_llm(
+def evaluate_llm_responses(
     config: MaxTextConfig,
     llm: LLM,
     prompts: Sequence[Prompt],
     rewards: Sequence[RewardFunction],
-) -> Evaluation:
-    """`evaluate` with the responses of a loaded model. Raises UserError if one cannot be
+) -> ResponseEvaluation:
+    """`evaluate_responses` with the responses of a loaded model. Raises UserError if one cannot be
     sampled."""
 
     def sample(problems: Sequence[Prompt], requests: Sequence[GenerationRequest]) -> Responses:
@@ -175,10 +175,10 @@ def evaluate_llm(
             texts[completion.index] = completion.text or ""
         return Responses(texts)
 
-    return evaluate(config, prompts, sample, rewards)
+    return evaluate_responses(config, prompts, sample, rewards)
 
 
-def evaluation_request(
+def response_request(
     config: MaxTextConfig,
     prompt: Prompt,
     index: int,
@@ -227,8 +227,8 @@ def require_problems(config: MaxTextConfig) -> list[Prompt]:
     return problems
 
 
-def write_responses(config: MaxTextConfig, evaluation: Evaluation, folder: Path) -> Path:
-    """Write the problems that are not answered right, or with eval_corr_lst those that are."""
+def write_responses(config: MaxTextConfig, evaluation: ResponseEvaluation, folder: Path) -> Path:
+    """Write the problems that are not answered correctly, or with eval_corr_lst those that are."""
     with atomic_writer(folder / FILE, "w") as file:
         for problem in evaluation.problems:
             if (problem.accuracy == 1) == config.eval_corr_lst:

@@ -40,7 +40,7 @@ from maxtext.trainers.rl.grpo import (
     ROW_INDEX,
     ROW_POSITIONS,
     SAMPLER_LOGPS,
-    GroupRelativePolicy,
+    GRPOObjective,
     needs_old_logps,
 )
 from maxtext.trainers.rl.prompt_loader import PromptLoader
@@ -77,7 +77,7 @@ class GroupRolloutStep:
         agent: Agent | None = None,
     ):
         objective = context.objective
-        assert isinstance(objective, GroupRelativePolicy)
+        assert isinstance(objective, GRPOObjective)
         self.context = context
         self.config = context.config
         self.objective = objective
@@ -260,9 +260,9 @@ def training_failure(error: UserError) -> TrainingFailed:
 
 
 def compile_score(context: RunContext) -> Callable[[Any, Any], jax.Array]:
-    """`GroupRelativePolicy.score` of a batch of rollouts."""
+    """`GRPOObjective.score` of a batch of rollouts."""
     objective, shardings = context.objective, context.shardings
-    assert isinstance(objective, GroupRelativePolicy)
+    assert isinstance(objective, GRPOObjective)
     rows = context.config.global_batch_size_to_train_on
     batch = context.abstract_batch(rows)
     fields = {name: batch[name] for name in FIELDS}

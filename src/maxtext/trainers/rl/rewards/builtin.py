@@ -13,7 +13,7 @@ from maxtext.trainers.rl.rewards.functions import (
     with_weights,
 )
 from maxtext.trainers.rl.rewards.keys import RewardKeys
-from maxtext.trainers.rl.rewards.ladder import answer_rewards
+from maxtext.trainers.rl.rewards.score import answer_rewards
 
 ANSWER_COLUMNS = ("answer", "answers", "solution", "target")
 
@@ -48,7 +48,7 @@ def builtin_rewards(config: MaxTextConfig) -> list[RewardFunction]:
         return [format_parts(text, reward_config) for text in completions]
 
     def answer(prompts: Any, completions: Sequence[str], **columns: Any) -> list[float]:
-        return answer_rewards(completions, right_answers(columns), reward_config)
+        return answer_rewards(completions, answer_column(columns), reward_config)
 
     return [
         RewardFunction("format_exact", exact),
@@ -57,8 +57,8 @@ def builtin_rewards(config: MaxTextConfig) -> list[RewardFunction]:
     ]
 
 
-def right_answers(columns: Columns) -> Sequence[Any]:
-    """The column with the right answers. Raises UserError if there is none."""
+def answer_column(columns: Columns) -> Sequence[Any]:
+    """The column with the reference answers. Raises UserError if there is none."""
     column = next((name for name in ANSWER_COLUMNS if name in columns), None)
     if column is None:
         raise UserError(

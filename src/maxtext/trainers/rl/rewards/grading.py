@@ -1,4 +1,4 @@
-"""How many of a problem's responses are right."""
+"""The accuracy of the responses to a problem."""
 
 import math
 from collections import Counter
@@ -8,18 +8,18 @@ from typing import Any
 from maxtext.trainers.rl.rewards.answers import accepted_answers, read_answer
 from maxtext.trainers.rl.rewards.formats import has_format
 from maxtext.trainers.rl.rewards.keys import RewardKeys
-from maxtext.trainers.rl.rewards.ladder import NEAR, compare_values, number_ratio
+from maxtext.trainers.rl.rewards.score import NEAR, compare_values, number_ratio
 
 EVAL_MODES = ("pass", "maj", "pass_at_1")
-Grade = tuple[float, float, float]  # right, nearly right, format
+Grade = tuple[float, float, float]  # accuracy, partial accuracy, format
 
 
 def grade(responses: Sequence[str], answers: Any, *, eval_mode: str = "pass", **keys: Any) -> Grade:
-    """(right, nearly right, format) of the responses to one problem, each from 0 to 1.
+    """(accuracy, partial accuracy, format) of the responses to one problem, each from 0 to 1.
 
-    `answers`: those that count. A response is right if its answer equals one of them, by value, and
-    nearly right if it is within 10 % of one. eval_mode "pass": whether any response is; "maj": the
-    most frequent answer, the first of several; "pass_at_1": the share of the responses.
+    `answers`: those that count. A response is correct if its answer equals one of them, by value,
+    and partially correct if it is within 10 % of one. eval_mode "pass": whether any response is;
+    "maj": the most frequent answer, the first of several; "pass_at_1": the share of the responses.
     """
     if eval_mode not in EVAL_MODES:
         raise ValueError(f"eval_mode={eval_mode!r} is not one of {', '.join(EVAL_MODES)}")
@@ -47,17 +47,17 @@ def combine_grades(
         )
     columns = list(zip(*grades, strict=True))
     if eval_mode == "pass":
-        right, near, form = (float(any(column)) for column in columns)
+        accuracy, partial, form = (float(any(column)) for column in columns)
     else:
-        right, near, form = (sum(column) / len(column) for column in columns)
-    return right, near, form
+        accuracy, partial, form = (sum(column) / len(column) for column in columns)
+    return accuracy, partial, form
 
 
 def grade_problems(
     responses: Sequence[Sequence[str]], answers: Sequence[Any], config: RewardKeys
 ) -> list[list[Grade]]:
-    """(right, nearly right, format) of each response to each problem, compared together. A
-    response that is not compared in time is wrong."""
+    """The grade of each response to each problem, compared together. A response that is not
+    compared in time is incorrect."""
     accepted = [accepted_answers(answer) for answer in answers]
     guesses = [[read_answer(text, config) for text in texts] for texts in responses]
     equality = compare_values(
@@ -66,17 +66,19 @@ def grade_problems(
         config,
     )
 
-    def is_right(guess: str, answer: str) -> bool:
+    def is_correct(guess: str, answer: str) -> bool:
         return guess.strip() == answer.strip() or bool(equality[answer, guess])
 
-    def is_near(guess: str, answer: str) -> bool:
+    def is_partially_correct(guess: str, answer: str) -> bool:
         ratio = number_ratio(guess, answer)
-        return is_right(guess, answer) or (ratio is not None and abs(ratio - 1) <= NEAR)
+        return is_correct(guess, answer) or (ratio is not None and abs(ratio - 1) <= NEAR)
 
     def grade_one(guess: str | None, text: str, texts: tuple[str, ...]) -> Grade:
         return (
-            float(guess is not None and any(is_right(guess, answer) for answer in texts)),
-            float(guess is not None and any(is_near(guess, answer) for answer in texts)),
+            float(guess is not None and any(is_correct(guess, answer) for answer in texts)),
+            float(
+                guess is not None and any(is_partially_correct(guess, answer) for answer in texts)
+            ),
             float(has_format(text, config)),
         )
 
@@ -87,7 +89,7 @@ def grade_problems(
 
 
 def pass_at_k(n: int, right: int, k: int) -> float:
-    """1 − C(n−right, k) / C(n, k): the probability that one of k responses is right, without bias,
+    """1 − C(n−right, k) / C(n, k): the unbiased probability that one of k responses is correct,
     from n responses of which `right` are (arXiv:2107.03374)."""
     if not 0 <= right <= n or not 1 <= k <= n:
         raise ValueError(f"pass@{k} of {right} right responses of {n} is not defined")

@@ -68,7 +68,7 @@ def test_a_prompt_that_ends_with_the_start_of_the_reasoning():
         ("so \\boxed{1} or \\boxed{42}", "42", EXACT),
     ],
 )
-def test_ladder_of_answers_without_mathematics(guess, answer, points):
+def test_points_of_answers_without_mathematics(guess, answer, points):
     assert answer_reward(REASONED.format(guess), answer) == points
 
 

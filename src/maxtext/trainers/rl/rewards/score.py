@@ -20,7 +20,7 @@ def score(
 ) -> dict[str, list[float]]:
     """The built-in rewards of each completion: `format_exact`, `format_parts` and `answer`.
 
-    `answers`: the right answer of each completion, or a list of those that count; see
+    `answers`: the reference answer of each completion, or a list of those that count; see
     `accepted_answers`. `keys`: configuration keys of rewards. An answer that math-verify does not
     compare in time is nan: not scored.
     """
@@ -35,7 +35,7 @@ def score(
 def answer_rewards(
     completions: Sequence[str], answers: Sequence[Any], config: RewardKeys
 ) -> list[float]:
-    """The points of the best accepted answer, on this ladder:
+    """The points of the best accepted answer, by the first of these conditions that holds:
 
     - equal: reward_exact_answer
     - equal without white space around it: reward_white_space_format_match
