@@ -24,7 +24,7 @@ from maxtext.checkpoint.open import model_text
 from maxtext.checkpoint.state import to_flat_dict
 from maxtext.models.configuration import load
 from maxtext.trainers.checkpointing.init_state import initial_state
-from maxtext.trainers.checkpointing.restore import describe_run, tree_to_save
+from maxtext.trainers.checkpointing.save import describe_run, tree_to_save
 from maxtext.trainers.compilation.compile import compile_train_step
 from maxtext.trainers.data_loader import TrainDataLoader
 from maxtext.trainers.run_context import RunContext
@@ -76,7 +76,7 @@ def main() -> None:
             position = data_loader.source.get_state()
             manager.save(
                 number,
-                tree_to_save(state, context.key),
+                tree_to_save(context, state, context.key),
                 describe_run(context, number),
                 model_text(config),
                 position,

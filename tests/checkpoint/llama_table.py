@@ -20,7 +20,8 @@ from maxtext.checkpoint.convert import (
     write_native_folder,
 )
 from maxtext.checkpoint.tensors import TensorInfo
-from maxtext.checkpoint.weights import find_param_infos, flatten, load_weights
+from maxtext.checkpoint.weights import find_param_infos, load_weights
+from maxtext.common.trees import flatten_dict
 from maxtext.configs.derive import Devices
 from maxtext.hf.rules import Rule
 from maxtext.models.configuration import load
@@ -176,7 +177,7 @@ def shard(job):
         lambda leaf, axes: rules.sharding(axes, leaf.shape), template.weights, template.axes
     )
     counted = Counted(SafetensorsFolder.open(job["native"], NATIVE_STEM))
-    weights = flatten(
+    weights = flatten_dict(
         load_weights(counted, param_infos, template, shardings, host_bytes=job["host_bytes"])
     )
     np.savez(
@@ -193,7 +194,7 @@ def shard(job):
                 str(leaf.sharding == where),
             ]
             for (path, leaf), where in zip(
-                weights.items(), flatten(shardings).values(), strict=True
+                weights.items(), flatten_dict(shardings).values(), strict=True
             )
         },
     }

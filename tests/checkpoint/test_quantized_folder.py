@@ -15,8 +15,9 @@ from maxtext.checkpoint.quantized import PackedWeights, QuantizedFolder, load_mo
 from maxtext.checkpoint.safetensors_reader import NATIVE_STEM, SafetensorsFolder
 from maxtext.checkpoint.safetensors_writer import write_native_folder
 from maxtext.checkpoint.tensors import TensorInfo
-from maxtext.checkpoint.weights import ModelWeights, flatten
+from maxtext.checkpoint.weights import ModelWeights
 from maxtext.common.errors import ConfigError, UserError
+from maxtext.common.trees import flatten_dict
 from maxtext.configs.sources import from_python
 from maxtext.kernels.weight_only import QuantizedWeight
 from maxtext.models.configuration import load
@@ -177,10 +178,10 @@ def test_one_weight_at_a_time_is_in_floats(llama):
 
     weights = loaded(source, config, template, param_infos, progress)
     expected = 0
-    for leaf, arrays in zip(flatten(weights).values(), live, strict=True):
+    for leaf, arrays in zip(flatten_dict(weights).values(), live, strict=True):
         expected += sum(part.nbytes for part in jax.tree.leaves(leaf))
         assert sum(array.nbytes for array in arrays) == expected
-    assert sum(isinstance(leaf, QuantizedWeight) for leaf in flatten(weights).values()) == 8
+    assert sum(isinstance(leaf, QuantizedWeight) for leaf in flatten_dict(weights).values()) == 8
 
 
 def test_existing_folder_is_not_overwritten(folders, llama):

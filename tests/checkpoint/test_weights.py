@@ -14,10 +14,10 @@ from maxtext.checkpoint.weights import (
     ParamInfo,
     copy_into_blocks,
     find_param_infos,
-    flatten,
     load_weights,
 )
 from maxtext.common.errors import UserError
+from maxtext.common.trees import flatten_dict
 from maxtext.layers.parameters import Template
 from maxtext.layers.specs import Segment
 from maxtext.models.registry import segments
@@ -82,7 +82,7 @@ def test_scanned_and_unrolled_have_the_same_names(llama, words):
     }
     assert list(param_infos) == list(plain)
     # Every element of the tree belongs to one name.
-    leaves = flatten(template.weights)
+    leaves = flatten_dict(template.weights)
     for path, group in itertools.groupby(
         sorted(param_infos.values(), key=lambda p: str(p.path)), key=lambda p: p.path
     ):
@@ -144,7 +144,7 @@ def test_load(llama, words):
         lambda leaf: (leaf.shape, leaf.dtype), template.weights
     )
     cycle = len(segments(config)[0].pattern)
-    leaves = flatten(weights)
+    leaves = flatten_dict(weights)
     for info in range(cycle):
         layers = [source.read(f"layers/{i}/attention/out/weight") for i in range(info, 4, cycle)]
         norms = [source.read(f"layers/{i}/mlp_norm/scale") for i in range(info, 4, cycle)]
@@ -293,7 +293,7 @@ def test_eight_devices(llama, run_job, folder, tmp_path, words, host_bytes):
     loaded = np.load(file)
     _, template, param_infos = llama.model(*[word for word in words if word.startswith("scan")])
     source = SafetensorsFolder.open(folder, NATIVE_STEM)
-    expected = flatten(load_weights(source, param_infos, template))
+    expected = flatten_dict(load_weights(source, param_infos, template))
     assert set(loaded) == {"/".join(map(str, path)) for path in expected}
     for path, leaf in expected.items():
         assert loaded["/".join(map(str, path))].tobytes() == np.asarray(leaf).tobytes()

@@ -10,8 +10,9 @@ import pytest
 
 from maxtext.checkpoint.manager import CheckpointManager, StorageOptions
 from maxtext.checkpoint.open import model_text, open_checkpoint
-from maxtext.checkpoint.state import from_flat_dict, to_flat_dict
+from maxtext.checkpoint.state import to_flat_dict
 from maxtext.cli.main import main
+from maxtext.common.trees import unflatten_dict
 from maxtext.configs.derive import Devices
 from maxtext.models.configuration import load
 from maxtext.models.transformer import initial_weights
@@ -38,7 +39,7 @@ def made(tmp_path_factory):
     manager = CheckpointManager(folder / "checkpoints", StorageOptions())
     layout = {"scan_layers": True, "param_scan_axis": 1, "inhomogeneous_layer_cycle_interval": 1}
     run = {"layout": layout, "optimizer": "adamw", "processes": 1, "mesh": {}}
-    tree = {"weights": from_flat_dict(to_flat_dict(weights)), "step": jnp.int32(8)}
+    tree = {"weights": unflatten_dict(to_flat_dict(weights)), "step": jnp.int32(8)}
     for step in (4, 8):
         manager.save(step, tree, run | {"step": step}, model_text(config), {})
     manager.close()

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from maxtext import LLM
+from maxtext.common.trees import flatten_dict
 from maxtext.configs.sources import from_python
 from maxtext.inference.loading import inference_context, resolve_config
 from maxtext.kernels.decode import gemv
-from maxtext.layers.weight_layout import flatten, leaf_layouts
+from maxtext.layers.weight_layout import leaf_layouts
 from tests.layers.gpu_context import interpreted_kernels
 
 TINY = {
@@ -168,7 +169,7 @@ def test_weights_are_transposed_for_single_rows(kernels):
 
 def test_merging_frees_the_arrays_that_it_copies():
     plain = load(TINY)
-    arrays = flatten(plain.weights)
+    arrays = flatten_dict(plain.weights)
     merged = LLM(
         plain.config,
         plain.template,

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from maxtext import LLM
-from maxtext.checkpoint.weights import flatten
 from maxtext.common.errors import ConfigError
+from maxtext.common.trees import flatten_dict
 from maxtext.kernels.weight_only import QuantizedWeight
 from maxtext.models.configuration import load
 from maxtext.trainers.run_context import RunContext
@@ -114,8 +114,8 @@ def test_random_weights_are_initialized_quantized(dtype):
     }
     int_model = LLM.load("default", quantization=dtype, **overrides, **FLOAT32)
     float_model = LLM.load("default", **overrides, **FLOAT32)
-    for path, leaf in flatten(float_model.weights).items():
-        weight = flatten(int_model.weights)[path]
+    for path, leaf in flatten_dict(float_model.weights).items():
+        weight = flatten_dict(int_model.weights)[path]
         assert is_quantized(weight) == (path[-1] == "weight")
         if is_quantized(weight):
             error = float(jnp.abs(weight.astype(jnp.float32) - leaf).max())
@@ -143,7 +143,7 @@ def test_save_and_load(folder, quantized, ids, dtype, tmp_path):
         np.testing.assert_array_equal(again.logits(ids), expected)
     again.save_hf(tmp_path / "hf")
     float_model = LLM.load(tmp_path / "hf", **FLOAT32)
-    assert not any(is_quantized(leaf) for leaf in flatten(float_model.weights).values())
+    assert not any(is_quantized(leaf) for leaf in flatten_dict(float_model.weights).values())
     np.testing.assert_allclose(float_model.logits(ids), expected, atol=1e-4)
 
 

@@ -10,12 +10,13 @@ import pytest
 from flax import nnx
 
 from maxtext.common import hash_rng
+from maxtext.common.trees import merge_dicts
 from maxtext.configs.sources import from_python
 from maxtext.layers.adapters import AdapterInputs, AdapterSpec, AdapterTarget, use_adapter_inputs
 from maxtext.layers.context import BuildContext
 from maxtext.layers.inputs import LayerInputs
 from maxtext.layers.linear import Linear, LoRALinear, build_linear, project
-from maxtext.layers.lora import init_magnitudes, join_trees, split_adapter
+from maxtext.layers.lora import init_magnitudes, split_adapter
 from maxtext.layers.parameters import Initializer
 from maxtext.layers.quantized import quantize_weights
 from maxtext.layers.specs import MoeSpec, RouterSpec
@@ -175,14 +176,14 @@ SOME_LAYERS = AdapterSpec(
 def test_new_adapter_changes_no_bit_of_the_logits(scan):
     config, template, base, adapter = model(scan, SOME_LAYERS)
     before = logits(make_template(config), base)
-    np.testing.assert_array_equal(logits(template, join_trees(base, adapter)), before)
+    np.testing.assert_array_equal(logits(template, merge_dicts(base, adapter)), before)
 
 
 def test_stacked_and_unrolled_layers_with_different_ranks_agree():
     results = []
     for scan in (False, True):
         _, template, base, adapter = model(scan, SOME_LAYERS)
-        results.append(logits(template, join_trees(base, filled(adapter))))
+        results.append(logits(template, merge_dicts(base, filled(adapter))))
     np.testing.assert_allclose(*results, rtol=1e-4, atol=1e-4)
 
 
@@ -194,7 +195,7 @@ def test_only_adapters_are_trained_and_layers_without_one_have_no_gradient():
     adapter = filled(adapter)
 
     def total(adapter):
-        return template.bind(join_trees(base, adapter))(IDS, POSITIONS).sum()
+        return template.bind(merge_dicts(base, adapter))(IDS, POSITIONS).sum()
 
     layers = jax.jit(jax.grad(total))(adapter)["layers"][0]["blocks"][0]
     sizes = {
@@ -210,7 +211,7 @@ def test_magnitudes_start_at_the_norms_of_the_weights():
     spec = spec_of("layers/1/attention/key", dora=True)
     for scan in (False, True):
         _, template, base, adapter = model(scan, spec)
-        weights = init_magnitudes(template, join_trees(base, adapter))
+        weights = init_magnitudes(template, merge_dicts(base, adapter))
         branch = weights["layers"][0]["blocks"][0]
         key = branch["attention"]["key"] if scan else branch[1]["attention"]["key"]
         norms = np.sqrt(np.square(np.asarray(key["weight"], "float64")).sum(0))
@@ -242,7 +243,7 @@ def test_gradient_over_quantized_weights_is_that_of_the_dequantized(dtype, scan)
         )  # fmt: skip
 
     def total(adapter, base):
-        return jnp.square(template.bind(join_trees(base, adapter))(IDS, POSITIONS)).sum()
+        return jnp.square(template.bind(merge_dicts(base, adapter))(IDS, POSITIONS)).sum()
 
     gradient = jax.jit(jax.grad(total))
     for expected, result in zip(

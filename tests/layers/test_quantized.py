@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxtext.checkpoint.weights import flatten
 from maxtext.common import hash_rng
+from maxtext.common.trees import flatten_dict
 from maxtext.configs.derive import Devices
 from maxtext.kernels.weight_only import QuantizedWeight
 from maxtext.layers.inputs import LayerInputs
@@ -92,7 +92,8 @@ def test_which_weights(name):
     assert is_quantized(weights["head"]["weight"])
     assert not is_quantized(weights["embedder"]["embedding"])
     layer = {
-        "/".join(path): leaf for path, leaf in flatten(weights["layers"][0]["blocks"][0][0]).items()
+        "/".join(path): leaf
+        for path, leaf in flatten_dict(weights["layers"][0]["blocks"][0][0]).items()
     }
     assert {path for path, leaf in layer.items() if is_quantized(leaf)} == {
         f"{path}/weight" for path in spread(kernels)
@@ -112,12 +113,14 @@ def test_stacked_layers_are_quantized_like_each(axis, dtype):
     weights = jax.tree.map(
         lambda leaf: jnp.asarray(draw(size=leaf.shape), jnp.float32), template.weights
     )
-    actual = flatten(jax.jit(lambda weights: quantize_weights(template, weights, dtype))(weights))
-    single = flatten(template_of(*words, size=256).contracted)
-    for path, leaf in flatten(weights).items():
+    actual = flatten_dict(
+        jax.jit(lambda weights: quantize_weights(template, weights, dtype))(weights)
+    )
+    single = flatten_dict(template_of(*words, size=256).contracted)
+    for path, leaf in flatten_dict(weights).items():
         if path[0] != "layers" or path[-1] != "weight" or "router" in path:
             continue
-        place = flatten(template.axes)[path].index("layers")
+        place = flatten_dict(template.axes)[path].index("layers")
         assert place == axis
         contracted = single[(*path[:4], 0, *path[4:])]
         for layer in range(2):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from maxtext.common.errors import ConfigError
-from maxtext.layers.lora import join_trees
+from maxtext.common.trees import merge_dicts
 from maxtext.models.counts import forward_flops_per_token
 from maxtext.trainers.run_context import RunContext
 from maxtext.trainers.trainable import select
@@ -110,7 +110,7 @@ def test_xla_counts_the_flops_of_adapters(configure):
         context = RunContext.from_config(configure(*words, *overrides))
 
         def loss(trained, frozen, batch, objective=context.objective):
-            weights = join_trees(trained, frozen)
+            weights = merge_dicts(trained, frozen)
             return objective.losses(weights, None, batch, None, np.int32(0)).sums["lm_loss"]
 
         weights = context.template.weights

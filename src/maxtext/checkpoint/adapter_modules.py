@@ -21,8 +21,9 @@ import numpy as np
 
 from maxtext.checkpoint.open import model_param_infos
 from maxtext.checkpoint.tensors import Shape
-from maxtext.checkpoint.weights import ParamInfo, flatten
+from maxtext.checkpoint.weights import ParamInfo
 from maxtext.common.errors import ConfigError
+from maxtext.common.trees import flatten_dict
 from maxtext.configs.sources import suggest
 from maxtext.configs.types import MaxTextConfig
 from maxtext.hf import peft
@@ -347,7 +348,7 @@ def linear_shapes(
 ) -> dict[str, LinearShape]:
     """The linear layers and experts of a model by native path: weights whose matmul contracts known
     dimensions."""
-    contracted = flatten(template.contracted)
+    contracted = flatten_dict(template.contracted)
     shapes = {}
     for name, info in param_infos.items():
         dims = contracted[info.path]

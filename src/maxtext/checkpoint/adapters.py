@@ -13,12 +13,12 @@ from maxtext.checkpoint.adapter_modules import ModelModules, padded
 from maxtext.checkpoint.open import model_param_infos
 from maxtext.checkpoint.weights import ModelWeights, ParamInfo, ParamPath
 from maxtext.common.errors import ConfigError
+from maxtext.common.trees import unflatten_dict
 from maxtext.configs.types import MaxTextConfig
 from maxtext.hf import peft
 from maxtext.layers.adapters import HEAD, AdapterSpec, AdapterTarget
 from maxtext.layers.lora import is_adapter
 from maxtext.layers.parameters import Template, Tree
-from maxtext.layers.weight_layout import unflatten
 
 A, B, MAGNITUDE = "lora_a", "lora_b", "lora_magnitude"
 DEFAULT_TARGETS = (
@@ -165,7 +165,7 @@ class Adapter:
                     "embedding: such an adapter can be served, but not trained"
                 )
             leaves[infos[name].path] = array.astype(infos[name].dtype)
-        return unflatten(leaves)
+        return unflatten_dict(leaves)
 
     @property
     def dtype(self) -> np.dtype:

@@ -31,11 +31,11 @@ from maxtext.checkpoint.weights import (
     ModelWeights,
     ParamInfo,
     ParamPath,
-    flatten,
     load_leaf,
     load_weights,
 )
 from maxtext.common.errors import ConfigError
+from maxtext.common.trees import flatten_dict
 from maxtext.configs.types import MaxTextConfig
 from maxtext.kernels.weight_only import QuantizedWeight, quantize_weight
 from maxtext.layers.parameters import Template, Tree
@@ -253,7 +253,9 @@ def load_model(
         )
     axes, weights = abstract_quantized(template, dtype)
     quantized_leaves = {
-        path: leaf for path, leaf in flatten(weights).items() if isinstance(leaf, QuantizedWeight)
+        path: leaf
+        for path, leaf in flatten_dict(weights).items()
+        if isinstance(leaf, QuantizedWeight)
     }
     if folder is not None:
         raise_problems(folder.title, mismatches(folder, param_infos, quantized_leaves))
@@ -296,7 +298,9 @@ def load_base(
     adapters."""
     axes, weights = abstract_quantized(template, dtype, group, head=False)
     quantized_leaves = {
-        path: leaf for path, leaf in flatten(weights).items() if isinstance(leaf, QuantizedWeight)
+        path: leaf
+        for path, leaf in flatten_dict(weights).items()
+        if isinstance(leaf, QuantizedWeight)
     }
     load = quantizing_loader(source, template, quantized_leaves, dtype, group)
     shardings = rules.shardings(axes, weights)
@@ -311,7 +315,7 @@ def quantizing_loader(
     group: int | None = None,
 ) -> LoadLeaf:
     """Loads leaves, and quantizes some of them."""
-    contracted = flatten(template.contracted)
+    contracted = flatten_dict(template.contracted)
 
     def load(
         path: ParamPath,

@@ -14,9 +14,10 @@ import orbax.checkpoint as ocp
 from maxtext.checkpoint import steps
 from maxtext.checkpoint.former_names import match_names
 from maxtext.checkpoint.manager import RUN_FILE, StorageOptions, iterator_file, quiet_orbax
-from maxtext.checkpoint.state import TreePath, from_flat_dict, to_flat_dict
+from maxtext.checkpoint.state import TreePath, to_flat_dict
 from maxtext.checkpoint.tensors import TensorInfo
 from maxtext.common.errors import UserError
+from maxtext.common.trees import unflatten_dict
 
 ORBAX_ERRORS = (ValueError, OSError, KeyError, RuntimeError)
 
@@ -88,8 +89,8 @@ class SavedStep:
         """
         matched = match_names(self.metadata, abstract)
         stored = {path: matched.get(path, path) for path in abstract}
-        item = from_flat_dict({stored[path]: leaf for path, leaf in abstract.items()})
-        args = from_flat_dict({stored[path]: restore_args(leaf) for path, leaf in abstract.items()})
+        item = unflatten_dict({stored[path]: leaf for path, leaf in abstract.items()})
+        args = unflatten_dict({stored[path]: restore_args(leaf) for path, leaf in abstract.items()})
         handler = (storage or StorageOptions()).handler()
         quiet_orbax()
         try:

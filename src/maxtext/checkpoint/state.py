@@ -39,17 +39,6 @@ def unflatten_like(target: Any, leaves: Mapping[TreePath, Any]) -> Any:
     return jax.tree.map_with_path(lambda path, _: leaves[tree_path(path)], target)
 
 
-def from_flat_dict(leaves: Mapping[TreePath, Any]) -> dict[str, Any]:
-    """Leaves by path as nested dicts."""
-    tree: dict[str, Any] = {}
-    for path, leaf in leaves.items():
-        branch = tree
-        for key in path[:-1]:
-            branch = branch.setdefault(key, {})
-        branch[path[-1]] = leaf
-    return tree
-
-
 def join_path(path: TreePath) -> str:
     return "/".join(path)
 

@@ -24,6 +24,7 @@ from maxtext.checkpoint.tensors import (
     TensorSource,
     check_names_and_shapes,
 )
+from maxtext.common.trees import flatten_dict
 from maxtext.kernels.weight_only import QuantizedWeight
 from maxtext.layers.parameters import Template, Tree
 from maxtext.layers.specs import Segment
@@ -56,8 +57,8 @@ def find_param_infos(template: Template, segments: Sequence[Segment]) -> dict[st
     param_infos: dict[str, ParamInfo] = {}
     layers: dict[int, dict[str, ParamInfo]] = {}
     first_layers = [0, *itertools.accumulate(segment.layers for segment in segments)]
-    axes, fixed = flatten(template.axes), flatten(template.fixed_dtype)
-    for path, leaf in flatten(template.weights).items():
+    axes, fixed = flatten_dict(template.axes), flatten_dict(template.fixed_dtype)
+    for path, leaf in flatten_dict(template.weights).items():
         dtype = np.dtype(leaf.dtype)
         if path[0] != "layers":
             info = ParamInfo(path, None, 0, leaf.shape, dtype, fixed[path])
@@ -87,17 +88,6 @@ def join(path: ParamPath) -> str:
     return "/".join(map(str, path))
 
 
-def flatten(tree: Tree, path: ParamPath = ()) -> dict[ParamPath, Any]:
-    """The leaves of a nested dict by their paths."""
-    if not isinstance(tree, dict):
-        return {path: tree}
-    return {
-        leaf_path: leaf
-        for name, branch in tree.items()
-        for leaf_path, leaf in flatten(branch, (*path, name)).items()
-    }
-
-
 @dataclass(frozen=True)
 class ModelWeights:
     """The weights of a model in memory as a source of named, dequantized tensors."""
@@ -108,7 +98,7 @@ class ModelWeights:
 
     @cached_property
     def leaves(self) -> dict[ParamPath, Any]:
-        return flatten(self.weights)
+        return flatten_dict(self.weights)
 
     @cached_property
     def tensors(self) -> dict[str, TensorInfo]:
@@ -166,8 +156,8 @@ def load_weights(
     params_of_leaf: dict[ParamPath, dict[str, ParamInfo]] = {}
     for name, info in param_infos.items():
         params_of_leaf.setdefault(info.path, {})[name] = info
-    leaves, fixed = flatten(template.weights), flatten(template.fixed_dtype)
-    leaf_shardings = flatten(shardings) if shardings is not None else {}
+    leaves, fixed = flatten_dict(template.weights), flatten_dict(template.fixed_dtype)
+    leaf_shardings = flatten_dict(shardings) if shardings is not None else {}
     total_bytes = sum(leaf.size * np.dtype(leaf.dtype).itemsize for leaf in leaves.values())
     loaded_bytes = 0
     tree: dict = {}

@@ -23,11 +23,11 @@ from maxtext.checkpoint.open import model_param_infos
 from maxtext.checkpoint.tensors import TensorSource
 from maxtext.checkpoint.weights import ParamPath
 from maxtext.common.errors import ConfigError, UserError
+from maxtext.common.trees import unflatten_dict
 from maxtext.configs.types import MaxTextConfig
 from maxtext.layers.adapters import EMBEDDER, HEAD, AdapterSpec, AdapterTarget
 from maxtext.layers.lora import MergedAdapter, is_adapter, split_adapter
 from maxtext.layers.parameters import Template, Tree
-from maxtext.layers.weight_layout import unflatten
 from maxtext.sharding import AxisRules
 
 VERSIONS = itertools.count(1)
@@ -158,7 +158,7 @@ def serving_weights(
             layer = joined_factors(adapters, path, kind, info.shape, slots.slots)
         write_layer(leaves, info, layer.astype(info.dtype), infos)
     _, shardings = split_adapter(rules.shardings(template.axes, template.weights))
-    return jax.device_put(unflatten(leaves), shardings)
+    return jax.device_put(unflatten_dict(leaves), shardings)
 
 
 def stacked_factors(

@@ -10,11 +10,12 @@ from maxtext.checkpoint.adapter_modules import ModelModules
 from maxtext.checkpoint.open import model_param_infos
 from maxtext.checkpoint.weights import ModelWeights, ParamInfo
 from maxtext.common.log import LOGGER
+from maxtext.common.trees import merge_dicts
 from maxtext.configs.types import MaxTextConfig
 from maxtext.inference.adapters import AdapterSlots, serving_weights
 from maxtext.inference.programs import Programs
 from maxtext.layers.context import BuildContext
-from maxtext.layers.lora import join_trees, split_adapter
+from maxtext.layers.lora import split_adapter
 from maxtext.layers.parameters import Template
 from maxtext.layers.quantized import layout_for_decode
 from maxtext.layers.specs import AttentionSpec, LayerSpec, MlpSpec
@@ -72,7 +73,7 @@ class InferenceModel:
             linears=ModelModules.of(self.config).linears,
             rules=self.rules,
         )
-        return join_trees(base, served)
+        return merge_dicts(base, served)
 
     def build(self, decode_rows: int) -> Programs:
         """The programs for decode steps of one row, or of any number (0)."""

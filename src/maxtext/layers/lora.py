@@ -313,16 +313,6 @@ def split_adapter(tree: Tree) -> tuple[Tree, Tree]:
     return base, adapter
 
 
-def join_trees(base: Tree, adapter: Tree) -> Tree:
-    """The inverse of `split_adapter`."""
-    joined = dict(base)
-    for name, branch in adapter.items():
-        joined[name] = (
-            join_trees(joined.get(name, {}), branch) if isinstance(branch, dict) else branch
-        )
-    return joined
-
-
 def init_magnitudes(template: Template, weights: Tree) -> Tree:
     """The weights with each `lora_magnitude` set to the norms of its weight, as a new DoRA adapter
     starts. To be called under jit."""

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from maxtext.common.trees import flatten_dict, unflatten_dict
 from maxtext.kernels.decode import gemv
 from maxtext.layers.context import BuildContext
 from maxtext.layers.parameters import Template, Tree
@@ -90,7 +91,7 @@ def source_paths(path: Path, layout: WeightLayout) -> list[Path]:
 def pack_weights(template: Template, weights: Tree) -> Tree:
     """Weights as checkpoints have them, in the layout of `template`. Merged arrays are deleted: the
     device may not have the memory for both."""
-    flat = flatten(weights)
+    flat = flatten_dict(weights)
     packed = {}
     for path, layout in leaf_layouts(template).items():
         if layout is None:
@@ -101,7 +102,7 @@ def pack_weights(template: Template, weights: Tree) -> Tree:
         packed[path] = pack(arrays, len(layout.in_shape), layout.transposed)
         for array in arrays:
             array.delete()
-    return unflatten(packed)
+    return unflatten_dict(packed)
 
 
 @partial(jax.jit, static_argnums=(1, 2))
@@ -119,7 +120,11 @@ def merge_biases(biases: list[jax.Array], input_dims: int, transposed: bool) -> 
 def transpose_weights(source: Template, target: Template, weights: Tree) -> Tree:
     """Weights of the template `source` in the layout of `target`; the two differ in which weights
     are transposed. Arrays that change are deleted."""
-    flat, layouts, abstract = flatten(weights), leaf_layouts(source), flatten(target.weights)
+    flat, layouts, abstract = (
+        flatten_dict(weights),
+        leaf_layouts(source),
+        flatten_dict(target.weights),
+    )
     converted = {}
     for path, new in leaf_layouts(target).items():
         array, old = flat[path], layouts[path]
@@ -134,7 +139,7 @@ def transpose_weights(source: Template, target: Template, weights: Tree) -> Tree
             abstract[path].shape,
         )
         array.delete()
-    return unflatten(converted)
+    return unflatten_dict(converted)
 
 
 def is_transposed(layout: WeightLayout | None) -> bool:
@@ -159,7 +164,7 @@ def change_layout(
 def unpack_weights(template: Template, weights: Tree) -> Tree:
     """Weights as checkpoints have them. Those that were merged are in the host's memory: the device
     may not have the memory for both."""
-    flat, unpacked = flatten(weights), {}
+    flat, unpacked = flatten_dict(weights), {}
     for path, layout in leaf_layouts(template).items():
         if layout is None:
             unpacked[path] = flat[path]
@@ -174,7 +179,7 @@ def unpack_weights(template: Template, weights: Tree) -> Tree:
             source_paths(path, layout), parts, layout.out_shapes, strict=True
         ):
             unpacked[source] = part.reshape(*in_shape, *shape)
-    return unflatten(unpacked)
+    return unflatten_dict(unpacked)
 
 
 def gemv_unsupported_reason(template: Template, dtype: Any) -> str | None:
@@ -191,24 +196,3 @@ def gemv_unsupported_reason(template: Template, dtype: Any) -> str | None:
         if not layout.use_gemv(variable.get_value().dtype, dtype):
             return f"{name} has a shape or dtype that the GEMV kernel does not take"
     return None
-
-
-def flatten(tree: Tree, path: Path = ()) -> dict[Path, Any]:
-    """The leaves of a nested dict by their path; a quantized weight is a leaf."""
-    if not isinstance(tree, dict):
-        return {path: tree}
-    return {
-        leaf_path: leaf
-        for name, branch in tree.items()
-        for leaf_path, leaf in flatten(branch, (*path, name)).items()
-    }
-
-
-def unflatten(leaves: dict[Path, Any]) -> Tree:
-    tree: dict = {}
-    for path, leaf in leaves.items():
-        branch = tree
-        for name in path[:-1]:
-            branch = branch.setdefault(name, {})
-        branch[path[-1]] = leaf
-    return tree

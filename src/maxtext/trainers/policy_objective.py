@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from maxtext.layers.lora import join_trees
+from maxtext.common.trees import merge_dicts
 from maxtext.layers.parameters import Template
 from maxtext.models.counts import forward_flops_per_token
 from maxtext.trainers.objective import ModelObjective
@@ -77,4 +77,4 @@ class PolicyObjective(ModelObjective, ABC):
         trained = optimized_mask(self.config, self.template)
         base = select(weights, trained, keep=False)
         template = self.template if reference else self.base_template
-        return template, jax.lax.stop_gradient(join_trees(reference, base))
+        return template, jax.lax.stop_gradient(merge_dicts(reference, base))

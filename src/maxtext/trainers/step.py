@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from maxtext.common.trees import merge_dicts
 from maxtext.configs.types import MaxTextConfig
 from maxtext.layers import aux_names
-from maxtext.layers.lora import join_trees
 from maxtext.optimizers import clip_by_global_norm, global_norm
 from maxtext.sharding.explicit import auto_sharded, auto_sharded_like_first, zeros_like
 from maxtext.sharding.state import to_device
@@ -111,7 +111,7 @@ def make_train_step(
         )
         # Weight decay would change weights without a gradient.
         trained_weights = optax.apply_updates(trained_weights, zero_unless_trained(config, updates))
-        weights = join_trees(trained_weights, select(state.weights, trained, keep=False))
+        weights = merge_dicts(trained_weights, select(state.weights, trained, keep=False))
         if not (trains_only_indexers(config) or has_adapters(config)):
             weights = auto_sharded_like_first(
                 lambda weights, aux: after_update(config, weights, aux), weights, report.layer_aux
@@ -162,7 +162,7 @@ def compute_gradients(
         frozen = frozen_weights
         if microbatches > 1:
             frozen, microbatch = bind_to_microbatch(frozen, microbatch)
-        weights = join_trees(trained_weights, frozen)
+        weights = merge_dicts(trained_weights, frozen)
         losses = objective.losses(weights, state.reference, microbatch, key, state.step)
         means = {name: value / counts[name] for name, value in losses.sums.items()}
         means |= {name: value / microbatches for name, value in losses.aux_losses.items()}

@@ -6,7 +6,6 @@ A subtree of weights is a nested dict without the leaves, and without the empty 
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from maxtext.configs.types import MaxTextConfig
 from maxtext.layers.parameters import Template
@@ -45,17 +44,6 @@ def in_indexers(tree: Any) -> Any:
     return jax.tree.map_with_path(
         lambda path, _: any(getattr(entry, "key", None) == "indexer" for entry in path), tree
     )
-
-
-@jax.jit
-def checksum(tree: Any) -> jax.Array:
-    """A uint32 of the bits of all leaves, the same for every mesh: sums of integers are exact."""
-    total = jnp.uint32(0)
-    for index, leaf in enumerate(jax.tree.leaves(tree)):
-        if jnp.issubdtype(leaf.dtype, jnp.floating):
-            leaf = jax.lax.bitcast_convert_type(leaf, jnp.dtype(f"uint{8 * leaf.dtype.itemsize}"))
-        total += jnp.sum(leaf.astype(jnp.uint32), dtype=jnp.uint32) * jnp.uint32(2 * index + 1)
-    return total
 
 
 def select(tree: Any, mask: Any, keep: bool = True) -> Any:

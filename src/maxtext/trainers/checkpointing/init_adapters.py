@@ -11,7 +11,8 @@ from maxtext.checkpoint.adapters import Adapter
 from maxtext.checkpoint.open import Checkpoint, model_param_infos
 from maxtext.checkpoint.peft_folder import read_adapter
 from maxtext.checkpoint.quantized import load_base
-from maxtext.layers.lora import init_magnitudes, join_trees, split_adapter
+from maxtext.common.trees import merge_dicts
+from maxtext.layers.lora import init_magnitudes, split_adapter
 from maxtext.layers.quantized import initial_quantizer
 from maxtext.models.transformer import build_context, initial_weights
 from maxtext.sharding import use_rules
@@ -42,7 +43,7 @@ def adapted_weights(context: RunContext, checkpoint: Checkpoint | None) -> Any:
                 config.lora_weight_qtype,
                 config.lora_tile_size,
             )
-        return join_trees(base, initial_adapter(context, base))
+        return merge_dicts(base, initial_adapter(context, base))
 
 
 def initial_adapter(context: RunContext, base: Any) -> Any:
@@ -56,7 +57,7 @@ def initial_adapter(context: RunContext, base: Any) -> Any:
 
     def fresh(base: Any) -> Any:
         adapter = split_adapter(initial_weights(config, loop=True, context=build))[1]
-        return split_adapter(init_magnitudes(template, join_trees(base, adapter)))[1]
+        return split_adapter(init_magnitudes(template, merge_dicts(base, adapter)))[1]
 
     return jax.jit(fresh, out_shardings=shardings)(base)
 

@@ -26,9 +26,7 @@ from maxtext.checkpoint.saved_step import CorruptCheckpoint, SavedStep
 from maxtext.checkpoint.state import (
     OPTIMIZER,
     WEIGHTS,
-    TreePath,
     compare_trees,
-    from_flat_dict,
     tensor_infos,
     to_flat_dict,
     unflatten_like,
@@ -36,9 +34,9 @@ from maxtext.checkpoint.state import (
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.common.hub import find_folder
 from maxtext.common.log import LOGGER
+from maxtext.common.trees import checksum, merge_dicts
 from maxtext.configs.types import MaxTextConfig
 from maxtext.input_pipeline import BatchIterator, merge_states
-from maxtext.layers.lora import join_trees
 from maxtext.sharding import use_rules
 from maxtext.trainers.checkpointing.init_state import (
     apply_conversion,
@@ -50,7 +48,7 @@ from maxtext.trainers.checkpointing.init_state import (
 from maxtext.trainers.run_context import RunContext
 from maxtext.trainers.shardings import with_shardings
 from maxtext.trainers.step import TrainState
-from maxtext.trainers.trainable import checksum, has_adapters, select
+from maxtext.trainers.trainable import has_adapters, select
 
 LAYOUT_KEYS = ("scan_layers", "param_scan_axis", "inhomogeneous_layer_cycle_interval")
 MAX_SHOWN = 5  # problems that an error lists
@@ -238,7 +236,9 @@ def state_and_key(context: RunContext, tree: dict[str, Any]) -> tuple[TrainState
     base of this run."""
     weights = tree[WEIGHTS]
     if has_adapters(context.config):
-        weights = join_trees(select(initial_weights(context), context.trained, keep=False), weights)
+        weights = merge_dicts(
+            select(initial_weights(context), context.trained, keep=False), weights
+        )
     replicated = context.shardings.replicated
     wrap_key = jax.jit(jax.random.wrap_key_data, out_shardings=replicated)
     zero = jax.jit(lambda: jnp.zeros((), jnp.int32), out_shardings=replicated)()
@@ -248,13 +248,19 @@ def state_and_key(context: RunContext, tree: dict[str, Any]) -> tuple[TrainState
     return state, wrap_key(tree["key"])
 
 
+def saved_weights(context: RunContext, weights: Any) -> Any:
+    """What a checkpoint has of the weights: all, or only the trained ones if the others are a
+    frozen base."""
+    return select(weights, context.trained) if has_adapters(context.config) else weights
+
+
 def abstract_tree(context: RunContext) -> dict[str, Any]:
     """What a checkpoint of this run holds, as abstract arrays."""
     state = with_shardings(context.abstract_state, context.shardings.state)
     key = jax.eval_shape(jax.random.key_data, context.abstract_key)
     return {
         "step": state.step,
-        WEIGHTS: weights_to_save(context, state.weights),
+        WEIGHTS: saved_weights(context, state.weights),
         OPTIMIZER: state.opt_state,
         "key": jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=context.shardings.replicated),
     }
@@ -366,34 +372,3 @@ def frozen_checksum(context: RunContext, state: TrainState, start: Start) -> int
             f"{path}: name the folder that the run began with"
         )
     return value
-
-
-def describe_run(
-    context: RunContext, step: int, frozen_checksum: int | None = None
-) -> dict[str, Any]:
-    """What a checkpoint records about the run that saved it."""
-    config = context.config
-    frozen = {} if frozen_checksum is None else {"frozen_checksum": frozen_checksum}
-    return {
-        "step": step,
-        "layout": layout_of(config),
-        "optimizer": config.opt_type.value,
-        "weight_dtype": config.weight_dtype.value,
-        "processes": jax.process_count(),
-        "mesh": {axis: size for axis, size in context.rules.mesh.shape.items() if size > 1},
-        **frozen,
-    }
-
-
-def weights_to_save(context: RunContext, weights: Any) -> Any:
-    """All weights, or only the trained ones if the others are a frozen base."""
-    return select(weights, context.trained) if has_adapters(context.config) else weights
-
-
-def tree_to_save(context: RunContext, state: TrainState, key: jax.Array) -> dict[str, Any]:
-    """As abstract_tree, with values. `nonfinite_steps` is not saved: a resumed run starts at 0."""
-    weights = weights_to_save(context, state.weights)
-    leaves: dict[TreePath, Any] = to_flat_dict(
-        {"step": state.step, WEIGHTS: weights, OPTIMIZER: state.opt_state}
-    )
-    return from_flat_dict(leaves) | {"key": jax.random.key_data(key)}

@@ -1,24 +1,29 @@
-"""The hook that saves checkpoints: periodically, continuously, and at the end."""
+"""The hook that saves checkpoints (periodically, continuously, at the end), and what they hold."""
 
 from pathlib import Path
+from typing import Any
+
+import jax
 
 from maxtext.checkpoint.manager import CheckpointManager, StorageOptions
 from maxtext.checkpoint.multihost import SaveFailed, broadcast_from_first
 from maxtext.checkpoint.open import model_text
-from maxtext.checkpoint.state import to_flat_dict
+from maxtext.checkpoint.state import OPTIMIZER, WEIGHTS, to_flat_dict
 from maxtext.common import signals
 from maxtext.common.log import LOGGER
+from maxtext.common.trees import unflatten_dict
 from maxtext.configs.types import MaxTextConfig
 from maxtext.input_pipeline import BatchIterator
 from maxtext.trainers.checkpointing.restore import (
     Start,
     checkpoints_folder,
-    describe_run,
+    layout_of,
     local_tier,
-    tree_to_save,
+    saved_weights,
 )
 from maxtext.trainers.loop import METRICS_DELAY, STOPPED_ELSEWHERE, Hook, Loop
 from maxtext.trainers.run_context import RunContext
+from maxtext.trainers.step import TrainState
 
 MAX_FAILED_SAVES = 2  # consecutive; then the run ends
 
@@ -148,3 +153,27 @@ def trash_folder(config: MaxTextConfig) -> Path | None:
     if config.checkpoint_todelete_subdir:
         return checkpoints_folder(config) / config.checkpoint_todelete_subdir
     return None
+
+
+def describe_run(
+    context: RunContext, step: int, frozen_checksum: int | None = None
+) -> dict[str, Any]:
+    """What a checkpoint records about the run that saved it."""
+    config = context.config
+    frozen = {} if frozen_checksum is None else {"frozen_checksum": frozen_checksum}
+    return {
+        "step": step,
+        "layout": layout_of(config),
+        "optimizer": config.opt_type.value,
+        "weight_dtype": config.weight_dtype.value,
+        "processes": jax.process_count(),
+        "mesh": {axis: size for axis, size in context.rules.mesh.shape.items() if size > 1},
+        **frozen,
+    }
+
+
+def tree_to_save(context: RunContext, state: TrainState, key: jax.Array) -> dict[str, Any]:
+    """As abstract_tree, with values. `nonfinite_steps` is not saved: a resumed run starts at 0."""
+    weights = saved_weights(context, state.weights)
+    leaves = to_flat_dict({"step": state.step, WEIGHTS: weights, OPTIMIZER: state.opt_state})
+    return unflatten_dict(leaves) | {"key": jax.random.key_data(key)}

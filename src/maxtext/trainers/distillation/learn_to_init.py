@@ -23,12 +23,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxtext.checkpoint.open import model_param_infos
-from maxtext.checkpoint.weights import ParamInfo, ParamPath, flatten
+from maxtext.checkpoint.weights import ParamInfo, ParamPath
 from maxtext.common import hash_rng
 from maxtext.common.errors import ConfigError
+from maxtext.common.trees import flatten_dict, unflatten_dict
 from maxtext.configs.types import MaxTextConfig
 from maxtext.layers.parameters import Initializer, Template
-from maxtext.layers.weight_layout import unflatten
 from maxtext.sharding.explicit import auto_sharded
 from maxtext.trainers.distillation.weight_maps import COPY_MAP, ParamInfos, match_names
 
@@ -142,7 +142,7 @@ class LearnToInit:
         names_of_leaf: dict[ParamPath, list[str]] = {}
         for name in learned:
             names_of_leaf.setdefault(infos[name].path, []).append(name)
-        axes = flatten(student.axes)
+        axes = flatten_dict(student.axes)
         weights = tuple(
             LearnedWeight(
                 path,
@@ -184,17 +184,17 @@ class LearnToInit:
     def initial_weights(self, weights: Any) -> Any:
         """The trained parameters before the first step, from weights of the student, whose
         attention is left out; under jit."""
-        leaves = flatten(weights)
+        leaves = flatten_dict(weights)
         key = hash_rng.key_from_seed(self.config.init_weights_seed)
         for weight in self.weights:
             initializer = Initializer(key, leaves.pop(weight.path).dtype)
             factors = weight.random_factors(initializer.child(SEED_NAME), self.general)
             leaves |= {weight.factor_path(name): value for name, value in factors.items()}
-        return unflatten(leaves)
+        return unflatten_dict(leaves)
 
     def model_weights(self, weights: Any, teacher_weights: Any) -> Any:
         """The weights of the student, from the trained parameters; under jit."""
-        leaves, teacher_leaves = flatten(weights), flatten(teacher_weights)
+        leaves, teacher_leaves = flatten_dict(weights), flatten_dict(teacher_weights)
         names = (W,) if self.general else (A, B)
         for weight in self.weights:
             factors = {name: leaves.pop(weight.factor_path(name)) for name in names}
@@ -202,7 +202,7 @@ class LearnToInit:
             leaves[weight.path] = auto_sharded(
                 weight.compute, factors, *sources, out_axes=weight.axes
             )
-        return unflatten(leaves)
+        return unflatten_dict(leaves)
 
 
 def learned_parameters(infos: ParamInfos) -> tuple[str, ...]:

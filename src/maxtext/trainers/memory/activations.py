@@ -14,10 +14,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from maxtext.common.trees import merge_dicts
 from maxtext.configs.remat import OFFLOADED, SAVED_ON_DEVICE
 from maxtext.configs.types import MaxTextConfig
 from maxtext.input_pipeline import batch_fields
-from maxtext.layers.lora import join_trees
 from maxtext.sharding import AxisRules, use_rules
 from maxtext.sharding.memory import ActivationSharding, MemoryBytes, single_device_rules
 from maxtext.trainers.model_losses import layer_inputs
@@ -138,7 +138,7 @@ def trace(config: MaxTextConfig, device: AxisRules, without_head: bool = False) 
     def forward_backward(state: TrainState, batch: dict[str, jax.Array]) -> Any:
         frozen = select(state.weights, context.trained, keep=False)
         value, backward = jax.vjp(
-            lambda trained: loss(join_trees(trained, frozen), state.reference, batch),
+            lambda trained: loss(merge_dicts(trained, frozen), state.reference, batch),
             select(state.weights, context.trained),
         )
         return backward, backward(jax.tree.map(jnp.ones_like, value))

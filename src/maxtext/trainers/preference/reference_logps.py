@@ -17,13 +17,13 @@ from maxtext.common import progress
 from maxtext.common.errors import UserError
 from maxtext.common.files import atomic_writer
 from maxtext.common.log import LOGGER
+from maxtext.common.trees import checksum
 from maxtext.input_pipeline import Batch, DataStreams
 from maxtext.trainers.compilation.compile import lower
 from maxtext.trainers.data_loader import open_eval_streams, open_train_streams, shard_batch
 from maxtext.trainers.preference.objective import REFERENCE_LOGPS, PreferenceObjective
 from maxtext.trainers.run_context import RunContext
 from maxtext.trainers.shardings import with_shardings
-from maxtext.trainers.trainable import checksum
 
 KEY_BYTES = 16
 FILE = "reference_logps.npz"
