@@ -18,6 +18,7 @@ ALL_KEYS = [
     f"max_target_length={LENGTH}", f"max_prefill_predict_length={PROMPT}", "num_test_batches=0",
 ]  # fmt: skip
 OLD = ("num_iterations=2",)  # the policy differs from the sampler
+OFF_POLICY = ("use_agentic_rollout=true", "off_policy_steps=1")
 
 
 @dataclass(frozen=True)
@@ -113,6 +114,7 @@ def test_reductions_over_microbatches(batch, mode):
         (("kl_estimator=k2",), {"kl": "k2"}),
         (("kl_correction=true", *OLD), {"corrected": True, "old": "sampler"}),
         (("dual_clip=1.3", *OLD), {"dual": 1.3, "old": "sampler"}),
+        (OFF_POLICY, {"old": "sampler"}),
     ],
 )
 def test_options_of_the_loss(batch, keys, options):
@@ -120,18 +122,18 @@ def test_options_of_the_loss(batch, keys, options):
     assert found == pytest.approx(expected(batch, row_means, **options), rel=1e-5)
 
 
-@pytest.mark.parametrize("keys", [(), OLD])
+@pytest.mark.parametrize("keys", [(), OFF_POLICY, OLD])
 @pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate"])
 def test_corrections_for_the_sampler(batch, mode, keys):
     """The trainer with the weights that sampled: the policy itself, or the old log-probabilities
     that it computed before the first update."""
     level, action = mode.split("_")
     mask = (batch["targets_segmentation"] != 0) * batch["is_learned"][:, None]
-    difference = (batch["old" if keys else "policy"] - batch["sampler"]).astype(float) * mask
+    old = "old" if keys is OLD else None
+    difference = (batch[old or "policy"] - batch["sampler"]).astype(float) * mask
     weights = np.exp(difference.sum(1, keepdims=True) if level == "sequence" else difference)
     weights = np.minimum(weights, 1.5) if action == "truncate" else weights * (weights <= 1.5)
     found = computed(batch, f"sampler_correction={mode}", "sampler_correction_cap=1.5", *keys)
-    old = "old" if keys else None
     assert found["policy_loss"] == pytest.approx(
         expected(batch, row_means, weights=weights, old=old), rel=1e-5
     )

@@ -57,8 +57,10 @@ REDUCTIONS = {
 
 
 def uses_sampler_logps(config: MaxTextConfig) -> bool:
-    """Whether the weights may differ from those that sampled, so that the ratio is not 1."""
-    return config.num_iterations > 1
+    """Whether the ratio is to the sampler's policy: the weights may differ from those that sampled.
+    Off policy, sampler_correction weighs the loss for that difference instead."""
+    is_off_policy = config.off_policy_steps > 0 and config.sampler_correction == "none"
+    return config.num_iterations > 1 or is_off_policy
 
 
 def needs_old_logps(config: MaxTextConfig) -> bool:
