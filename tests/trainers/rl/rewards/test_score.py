@@ -1,6 +1,7 @@
 """The built-in rewards, against the points that their keys name."""
 
 import math
+from fractions import Fraction
 
 import pytest
 
@@ -9,6 +10,7 @@ from maxtext.common.errors import ConfigError
 from maxtext.trainers.rl.rewards.answers import accepted_answers, last_boxed
 from maxtext.trainers.rl.rewards.math_equality import MathVerifier
 from maxtext.trainers.rl.rewards.normalize import normalize
+from maxtext.trainers.rl.rewards.score import number_ratio
 
 REASONED = "<reasoning>so</reasoning><answer>{}</answer>"
 EXACT, WHITE_SPACE, HIGH, LOW, WRONG, UNREADABLE = 5.0, 1.5, 0.5, 0.25, -1.0, -0.5
@@ -65,11 +67,34 @@ def test_a_prompt_that_ends_with_the_start_of_the_reasoning():
         ("42", '["41", "42"]', EXACT),
         ("B", "(B) 42", EXACT),
         ("42", "(B) 42", EXACT),
+        ("(B) 42", "B", EXACT),
+        ("B. 42", "B", EXACT),
+        ("42", [], WRONG),
+        ("42", "[]", WRONG),
         ("so \\boxed{1} or \\boxed{42}", "42", EXACT),
     ],
 )
 def test_points_of_answers_without_mathematics(guess, answer, points):
     assert answer_reward(REASONED.format(guess), answer) == points
+
+
+@pytest.mark.parametrize(
+    ("guess", "answer", "ratio"),
+    [
+        ("0.33", "1/3", Fraction(99, 100)),
+        ("\\frac{3}{4}", "0.7", Fraction(15, 14)),
+        ("-\\frac12", "-0.5", 1),
+        ("2 1/3", "7/3", 1),
+        ("-2 1/4", "-2.5", Fraction(9, 10)),
+        ("4.9 million", "5,000,000", Fraction(98, 100)),
+        ("48\\%", "50%", Fraction(96, 100)),
+        ("1/0", "1", None),
+        ("x", "1", None),
+        ("1", "0", None),
+    ],
+)
+def test_ratio_of_numbers_in_any_spelling(guess, answer, ratio):
+    assert number_ratio(guess, answer) == ratio
 
 
 def test_answer_is_read_from_the_last_solution():
@@ -132,6 +157,13 @@ def test_each_key_is_what_its_completion_gets(key, reward, completion, share):
         ("21/3", "21/3"),
         ("5x", "5x"),
         ("\\text{yes}", "yes"),
+        ("**42**", "42"),
+        ("5\\,\\text{cm}^2", "5"),
+        ("\\mathrm{e}^{2}", "e^2"),
+        ("5 m/s", "5"),
+        ("$\\frac{1}{2}$ cup", "\\frac{1}{2}"),
+        ("1 000 000", "1000000"),
+        ("1.5 x 10^3", "1.5 \\times 10^3"),
     ],
 )
 def test_spellings_of_an_answer(text, expected):

@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Iterable
 from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
 from maxtext.trainers.rl.rewards.keys import RewardKeys
@@ -14,6 +15,10 @@ GSM8K_MARK = "####"
 CHOICE = re.compile(r"\(?([A-J])[).:]\s+(\S.*)", re.DOTALL)
 NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d{1,3})?")
 MAX_DIGITS = 400  # of a number; a longer one is text
+# What `normalize` makes of fractions, mixed numbers and "5 million"
+FRACTION = re.compile(r"(-?)(?:\\frac\{(-?\d+)\}\{(\d+)\}|\\frac(\d)(\d)|(\d+)/(\d+))")
+MIXED = re.compile(r"(-?)\((\d+)\+(\\frac\{\d+\}\{\d+\})\)")
+SCALED = re.compile(r"(.+) \\cdot 10\^\{(\d{1,2})\}")
 
 
 def read_answer(completion: str, config: RewardKeys) -> str | None:
@@ -70,7 +75,7 @@ def answer_list(answer: Any) -> Iterable[Any]:
         if not isinstance(parsed, list):
             return [answer]
         # [1, 2] are two answers, or one that is a list or an interval.
-        has_texts = all(isinstance(each, str) for each in parsed)
+        has_texts = bool(parsed) and all(isinstance(each, str) for each in parsed)
         return parsed if has_texts else [*parsed, answer]
     if isinstance(answer, str) or not isinstance(answer, Iterable):
         return [answer]
@@ -83,3 +88,32 @@ def parse_number(text: str) -> Decimal | None:
     if len(plain) > MAX_DIGITS or not NUMBER.fullmatch(plain):
         return None
     return Decimal(plain)
+
+
+def choice_letter(text: str) -> str | None:
+    """The letter of a choice with its text, such as "(B) 42"; None for other texts."""
+    choice = CHOICE.fullmatch(text.strip())
+    return choice[1] if choice else None
+
+
+def parse_value(text: str) -> Fraction | None:
+    """The number that a normalized text is: a decimal or a percentage, a fraction, a mixed number,
+    or a product with a power of ten; None for other texts."""
+    text = text.removesuffix("%").strip()
+    number = parse_number(text)
+    if number is not None:
+        return Fraction(number)
+    if len(text) > MAX_DIGITS:
+        return None
+    if fraction := FRACTION.fullmatch(text):
+        sign, *parts = fraction.groups()
+        numerator, denominator = (int(part) for part in parts if part is not None)
+        value = Fraction(numerator, denominator) if denominator else None
+        return -value if sign and value is not None else value
+    if mixed := MIXED.fullmatch(text):
+        part = parse_value(mixed[3])
+        return None if part is None else (-1 if mixed[1] else 1) * (int(mixed[2]) + part)
+    if scaled := SCALED.fullmatch(text):
+        factor = parse_value(scaled[1])
+        return None if factor is None else factor * 10 ** int(scaled[2])
+    return None

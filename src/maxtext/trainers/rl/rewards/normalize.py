@@ -5,26 +5,30 @@ Answers are texts of people and models: `5 million`, `1,000 dollars`, `2 1/3`, `
 
 import re
 
+TEXT = r"\\(?:text|mathrm|textbf|mathbf|mbox)"
 REPLACEMENTS = (
+    (r"^\*\*(.*)\*\*$", r"\1"),
     (r"\\[dt]frac", r"\\frac"),
     (r"\\left|\\right|\\[!,;:]|\\displaystyle", ""),
-    (r"\\(?:text|mathrm|textbf|mbox)\{([^{}]*)\}", r" \1 "),
+    (rf"({TEXT}\{{[^{{}}]*)\}}\^\{{?(\d)\}}?", r"\1^\2}"),  # \text{cm}^2 is \text{cm^2}
+    (rf"{TEXT}\{{([^{{}}]*)\}}", r" \1 "),
     (r"^\\\((.*)\\\)$|^\\\[(.*)\\\]$", r"\1\2"),
-    (r"^\$\$?([^$]*)\$\$?$", r"\1"),
+    (r"^\$\$([^$]*)\$\$$|(?<!\\)\$([^$]+)(?<!\\)\$", r"\1\2"),
     (r"\\\$|[$€£](?=\s*[\d.])", ""),
     (r"\\%", "%"),
+    (r"(?<=\d)\s*[x×]\s*(?=10\^)", r" \\times "),
     (r"\\circ\b|\^\{?\\circ\}?|°", " degrees"),
 )
 SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 NUMBER = r"[+-]?\d+(?:\.\d+)?"
 UNIT_WORD = (
-    "mm|cm|km|kg|mg|lb|lbs|oz|ft|mph|kmh|mi|hr|hrs|min|mins|sec|secs|usd|inch|inches|foot|"
+    "m/s|km/h|mm|cm|km|kg|mg|lb|lbs|oz|ft|mph|kmh|mi|hr|hrs|min|mins|sec|secs|usd|inch|inches|foot|"
     "feet|mile|miles|yard|yards|acre|acres|meter|meters|metre|metres|liter|liters|litre|"
     "litres|gram|grams|kilogram|kilograms|kilometer|kilometers|kilometre|kilometres|"
     "centimeter|centimeters|centimetre|centimetres|pound|pounds|ounce|ounces|gallon|gallons|"
     "second|seconds|minute|minutes|hour|hours|day|days|week|weeks|month|months|year|years|"
     "dollar|dollars|cent|cents|euro|euros|degree|degrees|unit|units|square|cubic|per|people|"
-    "points|times|ways"
+    "points|times|ways|cup|cups"
 )
 UNITS = rf"(?:(?:{UNIT_WORD})(?:\^\{{?\d\}}?)?[\s/.]*)+"
 
@@ -36,6 +40,8 @@ def normalize(text: str) -> str:
     for pattern, replacement in REPLACEMENTS:
         text = re.sub(pattern, replacement, text)
     text = " ".join(text.split())
+    if re.fullmatch(r"[+-]?\d{1,3}(?: \d{3})+(?:\.\d+)?", text):
+        text = text.replace(" ", "")
     if not text.startswith(("(", "[", "{", "\\{")):  # commas separate the elements of those
         text = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text)
     if scaled := re.fullmatch(rf"({NUMBER}) ({'|'.join(SCALES)})s?(?: {UNITS})?", text, re.I):

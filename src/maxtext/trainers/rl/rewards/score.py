@@ -3,16 +3,23 @@
 import math
 from collections.abc import Sequence
 from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
-from maxtext.trainers.rl.rewards.answers import accepted_answers, parse_number, read_answer
+from maxtext.trainers.rl.rewards.answers import (
+    accepted_answers,
+    choice_letter,
+    parse_number,
+    parse_value,
+    read_answer,
+)
 from maxtext.trainers.rl.rewards.formats import format_exact, format_parts
 from maxtext.trainers.rl.rewards.keys import RewardKeys
 from maxtext.trainers.rl.rewards.math_equality import Pair, shared_verifier
 from maxtext.trainers.rl.rewards.normalize import normalize
 
 DECIMALS = 6  # numbers that are equal after rounding to these are equal, as in math-verify
-NEAR, WITHIN = Decimal("0.1"), Decimal("0.2")
+NEAR, WITHIN = Fraction(1, 10), Fraction(1, 5)
 
 
 def score(
@@ -62,12 +69,12 @@ def answer_rewards(
 
 def best(values: list[float], config: RewardKeys) -> float:
     """The largest of the points for each accepted answer. It is nan if one was not compared and no
-    other is equal to the guess."""
+    other is equal to the guess; without accepted answers, that of a wrong one."""
     scored = [value for value in values if not math.isnan(value)]
     least_equal = min(config.reward_exact_answer, config.reward_white_space_format_match)
     if len(scored) < len(values) and max(scored, default=-math.inf) < least_equal:
         return math.nan
-    return max(scored)
+    return max(scored, default=config.penalty_incorrect_answer)
 
 
 def points(guess: str, answer: str, is_equal: bool | None, config: RewardKeys) -> float:
@@ -88,9 +95,9 @@ def points(guess: str, answer: str, is_equal: bool | None, config: RewardKeys) -
     return config.penalty_incorrect_answer
 
 
-def number_ratio(guess: str, answer: str) -> Decimal | None:
+def number_ratio(guess: str, answer: str) -> Fraction | None:
     """guess / answer; None if one is no number, or the answer is 0."""
-    numbers = parse_number(normalize(guess)), parse_number(normalize(answer))
+    numbers = parse_value(normalize(guess)), parse_value(normalize(answer))
     if numbers[0] is None or not numbers[1]:
         return None
     return numbers[0] / numbers[1]
@@ -99,8 +106,8 @@ def number_ratio(guess: str, answer: str) -> Decimal | None:
 def compare_values(
     guesses: Sequence[str | None], accepted: Sequence[tuple[str, ...]], config: RewardKeys
 ) -> dict[Pair, bool | None]:
-    """Whether each (answer, guess) of different texts is equal by value: numbers here, others by
-    math-verify. Equal pairs are compared once."""
+    """Whether each (answer, guess) of different texts is equal by value: numbers and choices
+    here, others by math-verify. Equal pairs are compared once."""
     pairs = dict.fromkeys(
         (answer, guess)
         for guess, texts in zip(guesses, accepted, strict=True)
@@ -108,15 +115,18 @@ def compare_values(
         for answer in texts
         if answer.strip() != guess.strip()
     )
-    equality: dict[Pair, bool | None] = {pair: equal_numbers(*pair) for pair in pairs}
+    equality: dict[Pair, bool | None] = {pair: equal_plainly(*pair) for pair in pairs}
     others = [pair for pair, is_equal in equality.items() if is_equal is None]
     verifier = shared_verifier(config.math_verify_num_procs)
     equality |= zip(others, verifier.equal(others, config.math_verify_timeout), strict=True)
     return equality
 
 
-def equal_numbers(answer: str, guess: str) -> bool | None:
-    """None if one of the texts is no number."""
+def equal_plainly(answer: str, guess: str) -> bool | None:
+    """Whether two numbers are equal, or a choice with its text is that of a letter; None if one of
+    the texts is no number."""
+    if choice_letter(guess) == answer.strip():
+        return True
     numbers = parse_number(answer), parse_number(guess)
     if numbers[0] is None or numbers[1] is None:
         return None
