@@ -6,8 +6,9 @@ tokens.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -21,6 +22,7 @@ from maxtext.layers.multi_token import count_accepted, mtp_targets
 from maxtext.layers.parameters import Template
 from maxtext.sharding.explicit import auto_sharded
 from maxtext.sharding.state import to_device
+from maxtext.trainers.sequence_tiles import sum_tiles
 
 Batch = dict[str, jax.Array]
 MTP_KEY = 0x6D7470  # folded into the dropout key; layers fold in small indices
@@ -101,22 +103,27 @@ def training_inputs(config: MaxTextConfig, batch: Batch, key: jax.Array | None) 
 
 
 def run_head(
-    config: MaxTextConfig,
-    template: Template,
-    weights: Any,
-    x: jax.Array,
-    batch: Batch,
-    head: Callable[[MaxTextConfig, Any, jax.Array, Batch], Any],
+    head: Callable[..., Any],
+    models: Sequence[tuple[MaxTextConfig, Template, Any]],
+    *arrays: Any,
     out_axes: tuple[str | None, ...] = (),
 ) -> Any:
-    """head(config, model, x, batch), inside which the compiler chooses shardings."""
+    """head(*models, *arrays), inside which the compiler chooses shardings. `models`: the
+    configuration, template and weights of each."""
 
-    def run(outer_weights: Any, x: jax.Array, batch: Batch) -> Any:
-        return head(config, bind_model(config, template, weights | outer_weights), x, batch)
+    def run(outer_weights: Sequence[Any], *arrays: Any) -> Any:
+        bound = [
+            bind_model(config, template, weights | outer)
+            for (config, template, weights), outer in zip(models, outer_weights, strict=True)
+        ]
+        return head(*bound, *arrays)
 
-    # The weights of the head are arguments: auto_sharded changes the sharding types of arguments.
-    outer_weights = {name: tree for name, tree in weights.items() if name != "layers"}
-    return auto_sharded(run, outer_weights, x, batch, out_axes=out_axes)
+    # The weights of the heads are arguments: auto_sharded changes the sharding types of arguments.
+    outer_weights = [
+        {name: tree for name, tree in weights.items() if name != "layers"}
+        for _, _, weights in models
+    ]
+    return auto_sharded(run, outer_weights, *arrays, out_axes=out_axes)
 
 
 def language_model_losses(
@@ -125,7 +132,8 @@ def language_model_losses(
     model = bind_model(config, template, weights)
     inputs = training_inputs(config, batch, key)
     x, layer_aux = model.run(batch["inputs"], inputs)
-    sums = run_head(config, template, weights, x, batch, head_loss_sums)
+    head = partial(head_loss_sums, config)
+    sums = run_head(head, [(config, template, weights)], x, batch)
     if config.mtp_num_layers:
         outputs, mtp_aux = model.mtp(x, model.embed, inputs.fold(MTP_KEY), batch["inputs"])
         sums["mtp_loss"] = config.mtp_loss_scaling_factor * mtp_loss_sum(
@@ -211,18 +219,8 @@ def count_correct(
     """The number of tokens in the mask [B, S] whose most likely token is the target. Logits exist
     for about S / num_vocab_tiling tokens of each row at a time."""
 
-    def count(part: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
-        hidden, targets, mask = part
+    def count(hidden: jax.Array, targets: jax.Array, mask: jax.Array) -> jax.Array:
         return jnp.sum((jnp.argmax(model.logits(hidden), axis=-1) == targets) * mask)
 
     tiles = math.gcd(targets.shape[1], config.num_vocab_tiling)
-    if tiles == 1:
-        return count((hidden, targets, mask))
-    parts = tuple(split_sequence(part, tiles) for part in (hidden, targets, mask))
-    return jnp.sum(jax.lax.map(count, parts))
-
-
-def split_sequence(x: jax.Array, tiles: int) -> jax.Array:
-    """[B, S, ...] to [tiles, B, S / tiles, ...]."""
-    batch, length, *rest = x.shape
-    return x.reshape(batch, tiles, length // tiles, *rest).swapaxes(0, 1)
+    return sum_tiles(count, tiles, hidden, targets, mask)

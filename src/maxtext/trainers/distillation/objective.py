@@ -31,13 +31,14 @@ from maxtext.trainers.model_losses import (
     Losses,
     bind_model,
     eval_loss_sums,
-    split_sequence,
+    run_head,
     sum_aux_losses,
     target_mask,
     training_inputs,
     z_loss_sums,
 )
 from maxtext.trainers.objective import LanguageModelObjective, Sums
+from maxtext.trainers.sequence_tiles import sum_tiles
 
 TOKEN_SUMS = ("soft_loss", "hard_loss", "kl", "kl_temperature_1", "teacher_loss")
 COEFFICIENTS = ("distill_alpha", "distill_temperature", "distill_beta")
@@ -104,14 +105,12 @@ class DistillationObjective(LanguageModelObjective):
             self.teacher_config, self.teacher_template, reference, batch, None
         )
         coefficients = self.loss_coefficients(step)
-        sums = self.head_sums(
-            weights,
-            reference,
-            x,
-            jax.lax.stop_gradient(teacher_x),
-            batch,
-            coefficients["distill_temperature"],
-        )
+        models = [
+            (self.config, self.model_template, weights),
+            (self.teacher_config, self.teacher_template, reference),
+        ]
+        arrays = (x, jax.lax.stop_gradient(teacher_x), batch, coefficients["distill_temperature"])
+        sums = run_head(self.head_sums, models, *arrays)
         loss = self.token_loss(sums, coefficients)
         if self.uses_features:
             layer_aux, features = pop_features(layer_aux, self.config.distill_layer_indices)
@@ -181,69 +180,24 @@ class DistillationObjective(LanguageModelObjective):
 
     def head_sums(
         self,
-        weights: Any,
-        reference: Any,
+        student: Any,
+        teacher: Any,
         x: jax.Array,
         teacher_x: jax.Array,
         batch: Batch,
         temperature: jax.Array,
     ) -> Sums:
-        """`token_sums` and z_loss of the outputs of the last layers. The logits of both models
-        exist for S / num_vocab_tiling tokens of each row at a time; the backward pass recomputes
-        them."""
-        tiles = self.config.num_vocab_tiling
+        """`token_sums` and z_loss of the outputs of the last layers of the two models. Logits of
+        both exist for S / num_vocab_tiling tokens of each row at a time."""
 
-        def run(
-            outer: Any, teacher_outer: Any, x: jax.Array, teacher_x: jax.Array, *rest: jax.Array
-        ) -> Sums:
-            student = bind_model(self.config, self.model_template, weights | outer)
-            teacher = bind_model(
-                self.teacher_config, self.teacher_template, reference | teacher_outer
-            )
-            targets, mask, temperature = rest
+        def tile(x: jax.Array, teacher_x: jax.Array, targets: jax.Array, mask: jax.Array) -> Sums:
+            logits = student.logits(student.final_norm(x))
+            teacher_logits = teacher.logits(teacher.final_norm(teacher_x))
+            sums = self.token_sums(logits, teacher_logits, targets, mask, temperature)
+            return sums | z_loss_sums(self.config, logits, mask)
 
-            def tile(part: tuple[jax.Array, ...]) -> Sums:
-                x, teacher_x, targets, mask = part
-                logits = student.logits(student.final_norm(x))
-                sums = self.token_sums(
-                    logits,
-                    teacher.logits(teacher.final_norm(teacher_x)),
-                    targets,
-                    mask,
-                    temperature,
-                )
-                return sums | z_loss_sums(self.config, logits, mask)
-
-            return map_tiles(tile, (x, teacher_x, targets, mask), tiles)
-
-        # The weights of the heads are arguments: auto_sharded changes the sharding types of
-        # arguments.
-        return auto_sharded(
-            run,
-            outside_layers(weights),
-            outside_layers(reference),
-            x,
-            teacher_x,
-            batch["targets"],
-            target_mask(batch),
-            temperature,
-            out_axes=(),
-        )
-
-
-def outside_layers(weights: Any) -> Any:
-    return {name: tree for name, tree in weights.items() if name != "layers"}
-
-
-def map_tiles(
-    tile: Callable[[tuple[jax.Array, ...]], Sums], parts: tuple[jax.Array, ...], tiles: int
-) -> Sums:
-    """The sums of `tile` over the tiles of a sequence; parts [B, S, ...]. With more than one tile
-    the backward pass recomputes each."""
-    if tiles == 1:
-        return tile(parts)
-    sums = jax.lax.map(jax.checkpoint(tile), tuple(split_sequence(part, tiles) for part in parts))
-    return jax.tree.map(jnp.sum, sums)
+        arrays = (x, teacher_x, batch["targets"], target_mask(batch))
+        return sum_tiles(tile, self.config.num_vocab_tiling, *arrays)
 
 
 def distillation_counts(config: MaxTextConfig, batch: Batch) -> Sums:

@@ -5,6 +5,7 @@ S sequence, K tokens of the vocabulary.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -16,7 +17,6 @@ from maxtext.trainers.distillation.objective import (
     TOKEN_SUMS,
     distillation_counts,
     loss_coefficients,
-    map_tiles,
     pop_z_loss,
 )
 from maxtext.trainers.losses.distill import distill
@@ -31,6 +31,7 @@ from maxtext.trainers.model_losses import (
     z_loss_sums,
 )
 from maxtext.trainers.objective import LanguageModelObjective, Sums
+from maxtext.trainers.sequence_tiles import sum_tiles
 
 OFFLINE_SUMS = tuple(name for name in TOKEN_SUMS if name != "teacher_loss")
 TEMPERATURE = "distill_temperature"
@@ -54,7 +55,8 @@ class OfflineDistillationObjective(LanguageModelObjective):
         x, layer_aux = model.run(batch["inputs"], training_inputs(self.config, batch, key))
         coefficients = loss_coefficients(self.config, step)
         fields = batch | {TEMPERATURE: coefficients[TEMPERATURE]}
-        sums = run_head(self.config, self.template, weights, x, fields, top_k_sums)
+        head = partial(top_k_sums, self.config)
+        sums = run_head(head, [(self.config, self.template, weights)], x, fields)
         alpha = coefficients["distill_alpha"]
         loss = alpha * sums["soft_loss"] + (1.0 - alpha) * sums["hard_loss"]
         return Losses(
@@ -68,8 +70,13 @@ class OfflineDistillationObjective(LanguageModelObjective):
 def top_k_sums(config: MaxTextConfig, model: Any, x: jax.Array, batch: Batch) -> Sums:
     """OFFLINE_SUMS and z_loss of the output of the last layer."""
 
-    def tile(part: tuple[jax.Array, ...]) -> Sums:
-        x, targets, mask, teacher_logits, indices = part
+    def tile(
+        x: jax.Array,
+        targets: jax.Array,
+        mask: jax.Array,
+        teacher_logits: jax.Array,
+        indices: jax.Array,
+    ) -> Sums:
         logits = model.logits(model.final_norm(x))
         _, metrics = distill(
             logits,
@@ -83,5 +90,6 @@ def top_k_sums(config: MaxTextConfig, model: Any, x: jax.Array, batch: Batch) ->
         sums = {name: metrics[name] for name in OFFLINE_SUMS}
         return sums | z_loss_sums(config, logits, mask)
 
-    parts = (x, batch["targets"], target_mask(batch), *(batch[name] for name in TOP_K_FIELDS))
-    return map_tiles(tile, parts, config.num_vocab_tiling)
+    teacher_fields = (batch[name] for name in TOP_K_FIELDS)
+    arrays = (x, batch["targets"], target_mask(batch), *teacher_fields)
+    return sum_tiles(tile, config.num_vocab_tiling, *arrays)

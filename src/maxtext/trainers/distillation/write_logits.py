@@ -25,8 +25,9 @@ from maxtext.trainers.checkpointing.init_state import initial_weights
 from maxtext.trainers.compilation.compile import lower
 from maxtext.trainers.data_loader import open_train_streams, shard_batch
 from maxtext.trainers.distillation.teacher import teacher_config
-from maxtext.trainers.model_losses import bind_model, split_sequence, training_inputs
+from maxtext.trainers.model_losses import bind_model, training_inputs
 from maxtext.trainers.run_context import RunContext
+from maxtext.trainers.sequence_tiles import map_tiles
 from maxtext.trainers.shardings import with_shardings
 
 PART_TOKENS = 2**15  # at least; a part has whole batches
@@ -112,10 +113,8 @@ def compile_top_k(
             logits, indices = jax.lax.top_k(model.logits(model.final_norm(x)), top_k)
             return logits.astype(jnp.float16), indices.astype(jnp.int32)
 
-        tiles = config.num_vocab_tiling
-        fields = jax.lax.map(tile, split_sequence(x, tiles))  # [tiles, B, S / tiles, K]
-        joined = (field.swapaxes(0, 1).reshape(*x.shape[:2], top_k) for field in fields)
-        return dict(zip(TOP_K_FIELDS, joined, strict=True))
+        fields = map_tiles(tile, config.num_vocab_tiling, x)
+        return dict(zip(TOP_K_FIELDS, fields, strict=True))
 
     shardings = context.shardings
     jitted = jax.jit(run, out_shardings=shardings.replicated)

@@ -6,6 +6,7 @@ S positions.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -140,7 +141,8 @@ class PreferenceObjective(PolicyObjective):
         rows = self.model_rows(batch)
         model = bind_model(self.config, template, weights)
         x, layer_aux = model.run(rows["inputs"], training_inputs(self.config, rows, key))
-        sums = run_head(self.config, template, weights, x, rows, row_logp_sums, ROW_AXES)
+        head = partial(row_logp_sums, self.config)
+        sums = run_head(head, [(self.config, template, weights)], x, rows, out_axes=ROW_AXES)
         logps, nll, lengths = (value.reshape(-1, 2) for value in sums)
         return PairLogps(
             chosen=logps[:, 0],

@@ -9,7 +9,6 @@ Log-probabilities of the policy, the sampler and the reference are those of soft
 the sampling temperature T, over the whole vocabulary.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -29,13 +28,13 @@ from maxtext.trainers.model_losses import (
     Losses,
     bind_model,
     run_head,
-    split_sequence,
     sum_aux_losses,
     target_mask,
     training_inputs,
 )
 from maxtext.trainers.objective import Sums
 from maxtext.trainers.policy_objective import PolicyObjective
+from maxtext.trainers.sequence_tiles import map_tiles
 
 SAMPLER_LOGPS = "sampler_logps"  # [B, S, 1]
 OLD_LOGPS = "old_logps"  # [B, S, 1], of the trainer with the weights that sampled
@@ -192,8 +191,9 @@ class GRPOObjective(PolicyObjective):
         auxiliary outputs of the layers."""
         model = bind_model(self.config, template, weights)
         x, layer_aux = model.run(batch["inputs"], training_inputs(self.config, batch, key))
-        head = partial(head_logps, temperature=self.temperature)
-        token_logps, entropy = run_head(self.config, template, weights, x, batch, head, TOKEN_AXES)
+        models = [(self.config, template, weights)]
+        head = partial(head_logps, self.config, temperature=self.temperature)
+        token_logps, entropy = run_head(head, models, x, batch, out_axes=TOKEN_AXES)
         return token_logps, entropy, layer_aux
 
     def score(self, weights: Any, batch: Batch) -> jax.Array:
@@ -253,17 +253,7 @@ def head_logps(
     def tile_logps(hidden: jax.Array, targets: jax.Array) -> jax.Array:
         return logps(model.logits(hidden), targets, temperature)
 
-    entropy = compute_tiles(tile_entropies, tiles, jax.lax.stop_gradient(hidden))
+    entropy = map_tiles(tile_entropies, tiles, jax.lax.stop_gradient(hidden))
     if temperature == 1.0:
         return -model.losses(hidden, targets, tiles)[0], entropy
-    return compute_tiles(tile_logps, tiles, hidden, targets), entropy
-
-
-def compute_tiles(function: Callable[..., jax.Array], tiles: int, *arrays: jax.Array) -> jax.Array:
-    """function(*arrays) of arrays [B, S, ...] and with the result [B, S], S / tiles tokens of each
-    row at a time. The backward pass computes each tile anew."""
-    if tiles == 1:
-        return function(*arrays)
-    parts = tuple(split_sequence(array, tiles) for array in arrays)
-    result = jax.lax.map(jax.checkpoint(lambda part: function(*part)), parts)
-    return result.swapaxes(0, 1).reshape(arrays[0].shape[:2])
+    return map_tiles(tile_logps, tiles, hidden, targets), entropy
