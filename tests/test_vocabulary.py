@@ -60,6 +60,10 @@ IDENTIFIERS = {
     "from_words": "from_overrides",
     "settled": "load_config",
     "acts_only": "inert_unless",
+    "join_trees": "merge_dicts",
+    "token_weights": "target_mask",
+    "right_answers": "answer_column",
+    "nearly_right": "partial_accuracy",
 }
 # Anywhere, in upper or lower case, across line breaks.
 PHRASES = {
@@ -89,6 +93,8 @@ MODULES = {
     "eight_bits.py": "fp8",
     "low_precision.py": "fp8/",
     "setup.py": "run_context.py",
+    "method.py": "build_objective.py",
+    "ladder.py": "score.py",
 }
 FOLDERS = ("src", "tests", "benchmarks", "docs", "examples")
 

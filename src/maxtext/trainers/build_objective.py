@@ -20,7 +20,7 @@ from maxtext.trainers.preference.objective import PreferenceObjective
 from maxtext.trainers.rl.grpo import GRPOObjective
 
 
-def make_objective(
+def build_objective(
     config: MaxTextConfig, rules: AxisRules, adapters: AdapterSpec | None = None
 ) -> Objective:
     """`adapters`: those that are trained, over a frozen base."""
@@ -34,13 +34,13 @@ def make_objective(
     if config.use_dpo:
         return PreferenceObjective(config, template, base_template=base_template(config, rules))
     if config.teacher_overrides:
-        return make_distillation(config, template, rules)
+        return build_distillation(config, template, rules)
     if config.offline_data_dir:
         return OfflineDistillationObjective(config, template, top_k=top_k_of(config))
     return LanguageModelObjective(config, template)
 
 
-def make_distillation(
+def build_distillation(
     config: MaxTextConfig, template: Template, rules: AxisRules
 ) -> DistillationObjective:
     """Raises ConfigError if the student cannot learn from its teacher."""

@@ -21,7 +21,7 @@ from maxtext.models.transformer import initial_weights
 from maxtext.optimizers import build_optimizer
 from maxtext.sharding import AxisRules, make_mesh, use_rules
 from maxtext.trainers.adapters import run_adapters
-from maxtext.trainers.build_objective import make_objective
+from maxtext.trainers.build_objective import build_objective
 from maxtext.trainers.objective import Objective
 from maxtext.trainers.shardings import Shardings
 from maxtext.trainers.step import TrainState
@@ -47,7 +47,7 @@ class RunContext:
     @classmethod
     def from_rules(cls, config: MaxTextConfig, rules: AxisRules) -> "RunContext":
         adapters = run_adapters(config)
-        objective = make_objective(config, rules, adapters)
+        objective = build_objective(config, rules, adapters)
         trained = optimized_mask(config, objective.template, warn=True)
         if not any(jax.tree.leaves(trained)):
             raise ConfigError(
