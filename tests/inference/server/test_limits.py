@@ -153,18 +153,18 @@ def test_connection_without_a_request(address):
 
 def test_body_that_does_not_end(address):
     """It is not read, since the response is an error; the connection ends all the same."""
-    head = b"POST /v1/completions HTTP/1.1\r\nContent-Length: 1000\r\n\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n"
     start = time.monotonic()
     response = exchange(address, head, *[b" "] * 30, pause=0.02)
     assert response.startswith(b"HTTP/1.1 503 ")
     assert time.monotonic() - start < 5
 
 
-@pytest.mark.parametrize("size", [1, 200])
+@pytest.mark.parametrize("size", [1, 200, 9000])
 def test_large_head(address, size):
-    """One large header, and many."""
+    """One large header, and many small ones."""
     header = b"x-a: " + b"a" * (70_000 // size) + b"\r\n"
-    request = b"GET /health HTTP/1.1\r\n" + header * size
+    request = b"GET /health HTTP/1.1\r\nHost: x\r\n" + header * size
     check_error(exchange(address, request), 431)
     check_error(exchange(address, request + b"\r\n"), 431)
 
@@ -179,16 +179,29 @@ def test_large_head(address, size):
         b"Content-Length : 4\r\n",
         b"Content-Length: 4\r\n folded: x\r\n",
         b"Transfer-Encoding: chunked, identity\r\n",
+        b"Transfer-Encoding: gzip, chunked\r\n",
+        b"Transfer-Encoding: gzip\r\nTransfer-Encoding: chunked\r\n",
         b"X: a\x00b\r\n",
     ],
 )
 def test_ambiguous_length_ends_the_connection(address, headers):
     """A proxy may read another length than the server: a request could hide in a body."""
     hidden = b"GET /hidden HTTP/1.1\r\n\r\n"
-    request = b"POST /v1/completions HTTP/1.1\r\n" + headers + b"\r\n0\r\n\r\n" + hidden
+    request = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n" + headers + b"\r\n0\r\n\r\n" + hidden
     response = exchange(address, request)
     check_error(response, 400)
     assert response.count(b"HTTP/1.1") == 1
+
+
+def test_needs_one_host(address):
+    """RFC 9112, section 3.2. HTTP/1.0 has none."""
+    for request, status in (
+        (b"GET /health HTTP/1.1\r\n\r\n", 400),
+        (b"GET /health HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n", 400),
+        (b"GET /health HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n", 503),
+        (b"GET /health HTTP/1.0\r\n\r\n", 503),
+    ):
+        check_error(exchange(address, request), status)
 
 
 class ReadingApp:
@@ -205,7 +218,7 @@ class ReadingApp:
 def test_malformed_chunks(body):
     """They come while the application waits for the body."""
     with serve(ReadingApp()) as address:
-        head = b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n"
+        head = b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
         check_error(exchange(address, head, body, pause=0.1), 400)
 
 
@@ -214,7 +227,7 @@ def test_client_that_does_not_read(monkeypatch):
     app = LargeApp()
     with serve(app) as address, socket.create_connection(address) as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        connection.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        connection.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
         assert app.ended.wait(15)
 
 
@@ -225,7 +238,7 @@ def test_client_that_reads_slowly_stays_connected(monkeypatch):
         connection.settimeout(10)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**15)
         connection.connect(address)
-        connection.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        connection.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
         end = time.monotonic() + 1.5
         while time.monotonic() < end:
             connection.recv(2**16)

@@ -292,7 +292,8 @@ def test_errors_have_the_envelope_of_openai(http, openai_client):
     check_error(
         http.post(completions, json={"model": ["tiny"], "prompt": "w5"}), 400, None, "model"
     )
-    check_error(http.get("/v1/nothing"), 404)
+    for path in ("/v1/nothing", "/v1/completions/", "/health/"):
+        check_error(http.get(path), 404)
     check_error(http.get(completions), 405)
     check_error(http.post(completions, content=b"{"), 400)
     check_error(http.post(completions, json={"prompt": [10**9]}), 400, param="prompt")
@@ -385,6 +386,8 @@ def test_cors(server):
             assert (response.headers.get("access-control-allow-origin") == origin) == allowed
             if not allowed:
                 check_error(response, 400)
+        response = bare.get("/health", headers={"Origin": "http://page.test"})
+        assert "x-request-id" in response.headers["access-control-expose-headers"].lower()
 
 
 def test_metrics_count_exactly(http):

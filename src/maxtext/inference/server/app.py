@@ -31,6 +31,7 @@ from maxtext.inference.server.events import (
 from maxtext.inference.server.metrics import ServerMetrics
 from maxtext.inference.server.middleware import (
     CorsMiddleware,
+    CrossSiteMiddleware,
     KeyMiddleware,
     RequestMiddleware,
     is_request_id,
@@ -70,7 +71,8 @@ class ServerOptions:
 
 def build_app(model: ServedModel, options: ServerOptions) -> FastAPI:
     """The ASGI application that serves a model."""
-    app = FastAPI(openapi_url=None, root_path=options.root_path)
+    # A redirect to a path without a slash would name the scheme and host behind the proxy.
+    app = FastAPI(openapi_url=None, redirect_slashes=False)
     metrics = ServerMetrics(model.engine, model.names[0], options.metrics_prefix)
     endpoints = Endpoints(model, options, metrics)
     for method, path, endpoint in endpoints.routes():
@@ -91,25 +93,29 @@ def build_app(model: ServedModel, options: ServerOptions) -> FastAPI:
         app.add_middleware(
             KeyMiddleware, keys=options.api_keys, protect_metrics=options.protect_metrics
         )
+    app.add_middleware(CrossSiteMiddleware, allowed_origins=options.cors_origins)
     if options.cors_origins:
         app.add_middleware(
             CorsMiddleware,
             allow_origins=list(options.cors_origins),
-            allow_methods=["*"],
+            allow_methods=["GET", "HEAD", "POST"],
             allow_headers=["*"],
+            expose_headers=["Retry-After", "X-Ignored-Fields", "X-Request-Id"],
         )
     app.add_middleware(
         RequestMiddleware,
         engine=model.engine,
         metrics=metrics,
         log_requests=options.log_requests,
+        root_path=options.root_path,
     )
     return app
 
 
 def on_http_error(request: Request, error: Any) -> Response:
     """Errors of the routing: unknown paths and methods."""
-    message = f"{request.method} {request.url.path}: {str(error.detail).lower()}"
+    path = request.scope["path"]
+    message = f"{request.method} {path}: {str(error.detail).lower()}"
     kind = NOT_FOUND if error.status_code == 404 else "invalid_request_error"
     headers = dict(error.headers or {})
     return error_response(ApiError(error.status_code, message[:300], kind, headers=headers))

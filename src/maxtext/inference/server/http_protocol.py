@@ -61,10 +61,9 @@ class LimitedProtocol(HttpToolsProtocol):
         self.start_request_timer(HEAD_SECONDS)
 
     def on_headers_complete(self) -> None:
-        size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
-        if size > MAX_HEAD_BYTES:
-            self.refusal = self.head_too_large()
-            raise ValueError("the head is too large")  # the parser stops, see send_400_response
+        if (refusal := self.check_head()) is not None:
+            self.refusal = refusal
+            raise ValueError("the head is refused")  # the parser stops, see send_400_response
         self.in_head = False
         self.start_request_timer(BODY_SECONDS)
         super().on_headers_complete()
@@ -81,6 +80,25 @@ class LimitedProtocol(HttpToolsProtocol):
             self.transport.abort()
             return
         self.refuse(ApiError(408, f"the head did not come in {HEAD_SECONDS:.0f} seconds"))
+
+    def check_head(self) -> ApiError | None:
+        """The error of a head that the parser accepts and RFC 9112 does not, or that is too
+        large.
+        """
+        # A header also has a colon, a space and the end of its line.
+        size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
+        if size > MAX_HEAD_BYTES:
+            return self.head_too_large()
+        values: dict[bytes, list[bytes]] = {b"host": [], b"transfer-encoding": []}
+        for name, value in self.headers:
+            if name in values:
+                values[name].append(value.strip().lower())
+        num_hosts = len(values[b"host"])
+        if num_hosts > 1 or (not num_hosts and self.parser.get_http_version() != "1.0"):
+            return ApiError(400, f"the request has {num_hosts} headers Host: send one")
+        if values[b"transfer-encoding"] not in ([], [b"chunked"]):
+            return ApiError(400, "the body has a transfer coding: send plain JSON, or chunks of it")
+        return None
 
     @staticmethod
     def head_too_large() -> ApiError:

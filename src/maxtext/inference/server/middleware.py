@@ -43,11 +43,14 @@ class RequestMiddleware:
         engine: AsyncEngine,
         metrics: ServerMetrics,
         log_requests: bool = False,
+        root_path: str = "",
     ):
+        """`root_path` is a prefix that paths of requests may have."""
         self.app = app
         self.engine = engine
         self.metrics = metrics
         self.log_requests = log_requests
+        self.root_path = root_path
         # Of a thousand requests that arrive together, few start in one turn of the event loop, so
         # that streams and /health go on meanwhile.
         self.turn = asyncio.Semaphore(MAX_STARTS)
@@ -56,6 +59,7 @@ class RequestMiddleware:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
+        scope["root_path"] = self.root_path
         given = Headers(scope=scope).get("x-request-id", "")
         request_id = given if is_request_id(given) else new_id()
         state = scope.setdefault("state", {})
@@ -101,6 +105,30 @@ class CorsMiddleware(CORSMiddleware):
         return error
 
 
+class CrossSiteMiddleware:
+    """Refuses POST requests of pages of other sites, except for `allowed_origins`. CORS keeps such
+    a page from reading a response, but its browser sends a form or a plain text all the same.
+    Browsers state the site in Sec-Fetch-Site, which pages cannot set.
+    """
+
+    def __init__(self, app: AsgiApp, allowed_origins: Sequence[str] = ()):
+        self.app = app
+        self.allowed_origins = allowed_origins
+
+    async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "POST" or self.allows(scope):
+            await self.app(scope, receive, send)
+            return
+        message = "pages of other origins may not use this server: --cors names those that may"
+        await error_response(ApiError(403, message, "permission_error"))(scope, receive, send)
+
+    def allows(self, scope: Any) -> bool:
+        headers = Headers(scope=scope)
+        if headers.get("sec-fetch-site") not in ("cross-site", "same-site"):
+            return True
+        return "*" in self.allowed_origins or headers.get("origin") in self.allowed_origins
+
+
 class KeyMiddleware:
     """Refuses requests without one of the keys, except for OPEN_PATHS. A key is a bearer token or
     the header x-api-key.
@@ -112,7 +140,7 @@ class KeyMiddleware:
         self.open_paths = OPEN_PATHS - ({"/metrics"} if protect_metrics else set())
 
     async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
-        is_open = scope["type"] != "http" or scope["path"] in self.open_paths
+        is_open = scope["type"] != "http" or route_path(scope) in self.open_paths
         if not is_open and not self.has_key(Headers(scope=scope)):
             error = ApiError(
                 401,
@@ -133,3 +161,10 @@ class KeyMiddleware:
         # Every key is compared, so that the time does not tell which one is right.
         matches = [hmac.compare_digest(data, key) for key in self.keys]
         return bool(given) and any(matches)
+
+
+def route_path(scope: Any) -> str:
+    """The path that is routed: without the root path, where it has this prefix."""
+    root = scope.get("root_path", "")
+    path = scope["path"]
+    return path.removeprefix(root) if path.startswith(f"{root}/") else path
