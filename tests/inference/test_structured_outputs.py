@@ -5,6 +5,7 @@ The model is random, with a token for each byte, so that nothing but the masks l
 
 import json
 import re
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from maxtext.inference.engine import InferenceEngine
 from maxtext.inference.executor import Executor
 from maxtext.inference.grammar import GrammarCompiler, fill_masks
 from maxtext.inference.sampling import BatchedSamplingParams, sample
+from maxtext.inference.streams import EngineError
 from maxtext.inference.structured_outputs import StructuredOutputs, parse_response_format
 from maxtext.inference.validation import RequestError
 from maxtext.tokenizers import ByteTokenizer
@@ -220,7 +222,12 @@ def test_length_limit_cuts_the_text(byte_llm):
         ({"regex": "a", "choice": ["a"]}, "exactly one of json, regex, choice, grammar"),
         ({"yaml": "a"}, "exactly one of json"),
         ("json", "exactly one of json"),
-        ({"regex": "a" * (1 << 21)}, "are the most"),
+        ({"regex": "a" * ((1 << 18) + 1)}, "262144 are the most"),
+        ({"choice": [f"{n}" for n in range(10_001)]}, "has 10001 texts: 10000 are the most"),
+        ({"json": {"multipleOf": 100_003}}, "has a multipleOf that is too large"),
+        ({"json": {"multipleOf": 1.00003}}, "has a multipleOf that is too large"),
+        ({"json": {"anyOf": [{"multipleOf": 60_000}, {"multipleOf": 50_000}]}}, "multipleOf"),
+        ({"json": {"properties": {f"p{n}": {} for n in range(12_000)}}}, "cannot be compiled: "),
     ],
 )
 def test_invalid_constraints(constraint, message):
@@ -263,6 +270,51 @@ def test_constraints_are_compiled_once(monkeypatch):
         matcher = compiler.matcher(StructuredOutputs("regex", text))
         assert matcher.accept(ByteTokenizer().encode(text[0] + "!")) == 1
     assert texts == ["a+", "b+", "c+", "b+"]  # b+ was the least recently used
+
+
+@pytest.mark.parametrize(
+    "constraint",
+    [
+        {"choice": [f"item {n}" for n in range(10_000)]},
+        {"json": {"type": "number", "multipleOf": 0.25}},
+        {"json": {"type": "object", "properties": {"multipleOf": {"const": 10**9}}}},
+        {"json": {"enum": ['"multipleOf": 1000000000']}},
+    ],
+)
+def test_constraints_within_the_limits(constraint):
+    compiler = GrammarCompiler(ByteTokenizer(), 290, [EOS])
+    compiler.matcher(StructuredOutputs.parse(constraint))
+
+
+def test_requests_do_not_wait_for_slow_grammars(monkeypatch):
+    """The library cannot be interrupted: its thread goes on, and later requests get the result."""
+    compiler = GrammarCompiler(ByteTokenizer(), 290, [EOS])
+    may_end = threading.Event()
+    started = []
+
+    def wait(constraint, run=compiler.compile):
+        started.append(constraint.text)
+        if constraint.text != "fast":
+            assert may_end.wait(60)
+        return run(constraint)
+
+    monkeypatch.setattr(compiler, "compile", wait)
+    monkeypatch.setattr("maxtext.inference.grammar.COMPILE_SECONDS", 0.05)
+    slow = [StructuredOutputs("regex", f"slow{index}") for index in range(4)]
+    for constraint in (*slow, slow[0]):  # the last waits for the thread of the first
+        with pytest.raises(RequestError, match=r"takes longer than 0\.05 seconds") as caught:
+            compiler.matcher(constraint)
+        assert caught.value.param == "structured_outputs"
+    assert started == ["slow0", "slow1", "slow2", "slow3"]
+    with pytest.raises(EngineError) as refused:
+        compiler.matcher(StructuredOutputs("regex", "fast"))
+    assert refused.value.code == "grammar_queue_full"
+    may_end.set()
+    monkeypatch.setattr("maxtext.inference.grammar.COMPILE_SECONDS", 60)
+    for constraint in (*slow, StructuredOutputs("regex", "fast")):
+        token_ids = ByteTokenizer().encode(constraint.text)
+        assert compiler.matcher(constraint).accept(token_ids) == len(token_ids)
+    assert started == ["slow0", "slow1", "slow2", "slow3", "fast"]
 
 
 @pytest.mark.slow

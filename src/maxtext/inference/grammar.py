@@ -3,6 +3,9 @@
 A `GrammarCompiler` belongs to one model. It compiles the constraint of a request to a
 `GrammarMatcher`, which follows one sequence. Compiled grammars are cached, so a constraint that
 many requests share is compiled once.
+
+A short constraint may take minutes to compile, and nothing can interrupt the library. It therefore
+runs in a few threads of its own, and a request waits no longer than COMPILE_SECONDS for them.
 """
 
 import functools
@@ -10,11 +13,13 @@ import json
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
 
 from maxtext.common.extras import require
+from maxtext.inference.streams import EngineError
 from maxtext.inference.structured_outputs import StructuredOutputs
 from maxtext.inference.validation import RequestError
 from maxtext.tokenizers import Tokenizer
@@ -24,6 +29,9 @@ FEATURE = "structured output"
 WORD_BITS = 32  # of a mask
 MAX_CACHED = 128  # compiled grammars
 MAX_REASON = 300  # characters of an error
+MAX_GRAMMAR_SIZE = 20_000  # symbols; a property that is not required has about nine
+MAX_COMPILING = 4  # grammars at a time
+COMPILE_SECONDS = 10.0  # that a request waits for its grammar
 FAILURE = "the grammar of the request cannot be followed"  # while tokens are sampled
 # One blank at most between the parts of a JSON text: with any number of them, a weak model would
 # write blanks up to its limit.
@@ -83,7 +91,9 @@ class GrammarCompiler:
         or the tokenizer's tokens are not parts of the text.
         """
         self.library = require("llguidance", FEATURE)
-        self.limits = self.library.LLParserLimits(verbose_errors=False)
+        self.limits = self.library.LLParserLimits(
+            verbose_errors=False, max_grammar_size=MAX_GRAMMAR_SIZE
+        )
         self.vocab_size = vocab_size
         if not eos_ids:
             raise RequestError(
@@ -97,43 +107,77 @@ class GrammarCompiler:
         token_bytes = TokenBytes(tokenizer, vocab_size, eos_ids[0])
         self.tokenizer = self.library.LLTokenizer(token_bytes, vocab_size, list(eos_ids))
         self.lock = threading.Lock()
-        self.compiled: OrderedDict[tuple[str, ...], Any] = OrderedDict()
+        self.compiled: OrderedDict[tuple[str, ...], Future[Any]] = OrderedDict()
+        self.turn = threading.BoundedSemaphore(MAX_COMPILING)
 
     def matcher(self, constraint: StructuredOutputs) -> GrammarMatcher:
         """A matcher at the beginning of a text. Raises RequestError if the constraint cannot be
-        compiled.
+        compiled in COMPILE_SECONDS, and EngineError if others are compiled all that time.
         """
         key = constraint.kind, constraint.text, constraint.preamble
         with self.lock:
-            matcher = self.compiled.get(key)
-        if matcher is None:
-            matcher = self.compile(constraint)
+            future = self.compiled.get(key)
+        if future is None:
+            future = self.start(key, constraint)
+        try:
+            matcher = future.result(COMPILE_SECONDS)
+        except TimeoutError as error:
+            raise RequestError(
+                f"{constraint.param} takes longer than {COMPILE_SECONDS:g} seconds to compile",
+                constraint.param,
+            ) from error
+        except (ValueError, RecursionError) as error:
+            reason = " ".join(str(error).split())[:MAX_REASON]
+            message = f"{constraint.param} cannot be compiled: {reason}"
+            raise RequestError(message, constraint.param) from error
         with self.lock:
-            self.compiled[key] = matcher
+            self.compiled[key] = future
             self.compiled.move_to_end(key)
             while len(self.compiled) > MAX_CACHED:
                 self.compiled.popitem(last=False)
             return GrammarMatcher(matcher.deep_copy(), self.vocab_size)
 
+    def start(self, key: tuple[str, ...], constraint: StructuredOutputs) -> "Future[Any]":
+        """The matcher of llguidance that a thread compiles now. The thread does not keep the
+        process from ending.
+        """
+        if not self.turn.acquire(timeout=COMPILE_SECONDS):
+            message = "the server compiles grammars of other requests: try again"
+            raise EngineError(message, "grammar_queue_full", COMPILE_SECONDS)
+        with self.lock:
+            if key in self.compiled:  # another request was first
+                self.turn.release()
+                return self.compiled[key]
+            future = self.compiled[key] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(self.compile(constraint))
+            except BaseException as error:
+                with self.lock:
+                    self.compiled.pop(key, None)
+                future.set_exception(error)
+            finally:
+                self.turn.release()
+
+        threading.Thread(target=run, name="maxtext-grammar", daemon=True).start()
+        return future
+
     def compile(self, constraint: StructuredOutputs) -> Any:
+        """Raises ValueError or RecursionError if the constraint cannot be compiled."""
         create = self.library.LLMatcher
-        try:
-            if constraint.kind == "json":
-                grammar = create.grammar_from_json_schema(constraint.text, overrides=JSON_OPTIONS)
-            else:
-                grammar = self.library.grammar_from(constraint.kind, constraint.text)
-            if constraint.preamble:
-                grammar = append_grammar(constraint.preamble, grammar)
-            matcher = create(self.tokenizer, grammar, log_level=0, limits=self.limits)
-            # A grammar that refers to itself without end is only detected by its first mask.
-            first = matcher.deep_copy()
-            first.compute_bitmask()
-            error = read_error(first)
-        except (ValueError, RecursionError) as caught:
-            error = " ".join(str(caught).split())
-        if error:
-            message = f"{constraint.param} cannot be compiled: {error[:MAX_REASON]}"
-            raise RequestError(message, constraint.param)
+        if constraint.kind == "json":
+            grammar = create.grammar_from_json_schema(constraint.text, overrides=JSON_OPTIONS)
+        else:
+            grammar = self.library.grammar_from(constraint.kind, constraint.text)
+        if constraint.preamble:
+            grammar = append_grammar(constraint.preamble, grammar)
+        matcher = create(self.tokenizer, grammar, log_level=0, limits=self.limits)
+        # A grammar that refers to itself without end is only detected by its first mask.
+        first = matcher.deep_copy()
+        first.compute_bitmask()
+        if error := read_error(first):
+            raise ValueError(error)
         return matcher
 
 

@@ -3,15 +3,22 @@ context-free grammar.
 """
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any
 
 from maxtext.inference.validation import RequestError, shorten
 
 KINDS = ("json", "regex", "choice", "grammar")
 NAME = "structured_outputs"
-MAX_CHARACTERS = 1 << 20  # of a schema or a grammar
+# Limits of what compiles within about a second.
+MAX_CHARACTERS = 1 << 18  # of a schema or a grammar
+MAX_CHOICES = 10_000  # the time to compile grows with the square of their number
+# Of all values of `multipleOf` in a schema: as an automaton, each has a state for every remainder.
+MAX_REMAINDERS = 100_000
+MULTIPLE_OF = re.compile(r'"multipleOf": ([0-9.eE+-]+)')
 
 
 @dataclass(frozen=True)
@@ -48,6 +55,10 @@ class StructuredOutputs:
             if not texts or not all(isinstance(text, str) and text for text in texts):
                 raise RequestError(
                     f"{NAME}.choice must be a list of texts, none of them empty", NAME
+                )
+            if len(texts) > MAX_CHOICES:
+                raise RequestError(
+                    f"{NAME}.choice has {len(texts)} texts: {MAX_CHOICES} are the most", NAME
                 )
             return cls(kind, limited(json.dumps(list(texts)), NAME))
         if not isinstance(content, str) or not content:
@@ -93,7 +104,18 @@ def schema_text(schema: Any, param: str) -> str:
         text = json.dumps(schema, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise RequestError(f"{param} has a schema that is not JSON: {error}", param) from error
-    return limited(text, param)
+    if sum(map(num_remainders, MULTIPLE_OF.findall(limited(text, param)))) > MAX_REMAINDERS:
+        raise RequestError(
+            f"{param} has a multipleOf that is too large: {MAX_REMAINDERS} is the most", param
+        )
+    return text
+
+
+def num_remainders(divisor: str) -> int:
+    """Of a number in JSON syntax, in units of its last decimal place: 0.25 has 25."""
+    number = Decimal(divisor)
+    places = max(-int(number.normalize().as_tuple().exponent), 0)
+    return int(abs(number).scaleb(places))
 
 
 def limited(text: str, param: str) -> str:

@@ -1,6 +1,9 @@
 """Reasoning and calls of a model whose text is forced by a regex, in chats and in /v1/responses."""
 
 import json
+import threading
+from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
@@ -153,6 +156,44 @@ def test_grammar_that_cannot_be_followed_is_an_error_of_the_client(http, constra
     error = response.json()["error"]
     assert (error["type"], error["param"]) == ("invalid_request_error", param)
     assert "\n" not in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "Hi", "structured_outputs": {"regex": "x"}}),
+        ("/v1/completions", {"prompt": [5], "response_format": {"type": "json_object"}}),
+        (CHAT, {"messages": MESSAGES, "structured_outputs": {"regex": "x"}}),
+        # The field of another endpoint does not make it a short prompt.
+        (CHAT, {"messages": MESSAGES, "prompt": "x", "tools": TOOLS, "tool_choice": "required"}),
+        (RESPONSES, {"input": "Hi", "text": {"format": {"type": "json_object"}}}),
+    ],
+)
+def test_event_loop_runs_while_grammars_are_compiled(server, http, monkeypatch, path, body):
+    """Chats are prepared meanwhile, too: grammars do not take the threads that they need."""
+    compiler = server[0].llm.grammars
+    num_waiting, may_end = threading.Semaphore(0), threading.Event()
+
+    def wait(constraint):
+        num_waiting.release()
+        assert may_end.wait(60)
+        raise ValueError("no grammar")
+
+    monkeypatch.setattr(compiler, "compile", wait)
+    monkeypatch.setattr(compiler, "compiled", OrderedDict())
+    with ThreadPoolExecutor(12) as pool:
+        try:
+            slow = [pool.submit(http.post, path, json=body) for _ in range(12)]
+            assert num_waiting.acquire(timeout=60)
+            assert http.get("/health", timeout=20).status_code == 200
+            chat = http.post(CHAT, json={"messages": MESSAGES, "max_tokens": 1}, timeout=20)
+            assert chat.status_code == 200
+        finally:
+            may_end.set()
+        for response in slow:
+            error = response.result().json()["error"]
+            assert error["message"].endswith("cannot be compiled: no grammar")
+            assert error["param"] in {*body, "tools"}
 
 
 def respond(client, text, **fields):

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
@@ -47,6 +48,7 @@ from maxtext.inference.validation import RequestError, check_token_ids
 
 BODY_SECONDS = 30.0  # to receive a body
 MAX_SHORT_PROMPT = 2000  # characters or token ids
+MAX_GRAMMAR_THREADS = 16  # requests that wait for their grammars
 MAX_IGNORED_SHOWN = 20  # names of fields in a header
 MAX_IGNORED_LOGGED = 1000
 
@@ -133,6 +135,8 @@ class Endpoints:
         )
         self.adapters = AdapterUpdates(model, options.adapter_root)
         self.ignored_fields: set[str] = set()  # that were logged
+        # Others need not wait while the threads of the event loop wait for grammars.
+        self.grammar_threads = ThreadPoolExecutor(MAX_GRAMMAR_THREADS, "maxtext-prepare")
 
     def routes(self) -> list[tuple[str, str, Callable[..., Any]]]:
         return [
@@ -224,7 +228,10 @@ class Endpoints:
             parsed = parse(body)
             return parsed, [self.model.engine.prepare(each) for each in parsed.requests]
 
-        if has_long_preparation(body):
+        if has_grammar(body):
+            loop = asyncio.get_running_loop()
+            parsed, prepared = await loop.run_in_executor(self.grammar_threads, prepare)
+        elif has_long_preparation(body):
             parsed, prepared = await asyncio.to_thread(prepare)
         else:
             parsed, prepared = prepare()
@@ -323,17 +330,22 @@ class Endpoints:
 
 
 def has_long_preparation(body: Body) -> bool:
-    """Whether to parse a request in a thread: a chat template is a program, a grammar is compiled,
-    and long texts take a while to tokenize. For short prompts the thread would take longer.
+    """Whether to parse a request in a thread: a chat template is a program, and long texts take a
+    while to tokenize. For short prompts the thread would take longer.
     """
     prompt = body.get("prompt")
     return (
-        not isinstance(prompt, str | list)
+        "messages" in body
+        or not isinstance(prompt, str | list)
         or len(prompt) > MAX_SHORT_PROMPT
         or (isinstance(prompt, list) and not isinstance(next(iter(prompt), None), int))
-        or "response_format" in body
-        or "structured_outputs" in body
     )
+
+
+def has_grammar(body: Body) -> bool:
+    """Whether a grammar may have to be compiled, for a format or for a required call."""
+    has_format = any(name in body for name in ("response_format", "structured_outputs", "text"))
+    return has_format or body.get("tool_choice", "auto") not in ("auto", "none")
 
 
 def parse_request_id(body: Body) -> str:
