@@ -1,6 +1,7 @@
 """`maxtext bench`: its tables, its JSON files and its errors."""
 
 import json
+import re
 
 import pytest
 
@@ -102,6 +103,20 @@ def test_serve_prints_and_writes(tmp_path, capsys):
     assert lines[-1] == "errors: 1 x 429 (the first: a fault)"
 
 
-def test_serve_without_a_server(capsys):
-    assert main(["bench", "serve", "--url", "http://127.0.0.1:1"]) == 1
-    assert "GET /v1/models of 127.0.0.1:1 failed" in capsys.readouterr().err
+@pytest.mark.parametrize("url", ["http://127.0.0.1:1", "https://127.0.0.1:1", "http://x.invalid"])
+def test_serve_without_a_server(url, capsys):
+    assert main(["bench", "serve", "--url", url]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(r"maxtext: error: (127.0.0.1:1|x.invalid:80) cannot be reached: .+", line)
+
+
+def test_serve_with_a_wrong_key(capsys, monkeypatch):
+    monkeypatch.delenv("MAXTEXT_API_KEY", raising=False)
+    load = ["--streams", "1", "--requests", "1", "--new-tokens", "2"]
+    with run_stub(key="sk-1") as (stub, url):
+        for key in ([], ["--api-key", "sk-2"]):
+            assert main(["bench", "serve", "--url", url, *load, *key]) == 2
+            (line,) = capsys.readouterr().err.splitlines()
+            assert "needs another API key: --api-key KEY, or MAXTEXT_API_KEY" in line
+        assert not stub.bodies
+        assert main(["bench", "serve", "--url", url, *load, "--api-key", "sk-1"]) == 0

@@ -19,13 +19,15 @@ def event(content):
 class StubServer:
     """The first event of a response comes after `first_delay` seconds, the others `gap` apart, two
     tokens each. `faults` maps the number of a completion, from 0, to what happens instead: a
-    status, "cut" (the connection closes in the stream) or "no [DONE]".
+    status, "cut" (the connection closes in the stream) or "no [DONE]". With a `key`, requests
+    without it get status 401.
     """
 
-    def __init__(self, first_delay=0.0, gap=0.0, faults=None):
+    def __init__(self, first_delay=0.0, gap=0.0, faults=None, key=None):
         self.first_delay = first_delay
         self.gap = gap
         self.faults = faults or {}
+        self.key = key
         self.bodies = []  # of completions
         self.num_connections = 0
         self.num_open = self.most_open = 0
@@ -42,6 +44,10 @@ class StubServer:
         path = head.split()[1]
         length = next((line for line in head.lower().split("\r\n") if "content-length" in line), "")
         body = await reader.readexactly(int(length.partition(":")[2] or 0))
+        if self.key is not None and f"authorization: bearer {self.key}" not in head.lower():
+            data = b'{"error": {"message": "a key, please"}}'
+            writer.write(b"HTTP/1.1 401 No\r\nContent-Length: %d\r\n\r\n" % len(data) + data)
+            return True
         if path != "/v1/completions":
             known = path == "/v1/models"
             data = json.dumps(MODELS if known else {"error": {"message": "unknown"}}).encode()

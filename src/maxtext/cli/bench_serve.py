@@ -37,7 +37,9 @@ class BenchArguments:
 
 
 def run(args: list[str]) -> int:
-    """Returns 1 if a request failed."""
+    """Returns 1 if a request failed. Raises ConfigError if the server cannot be used: it needs a
+    key, or the address is wrong.
+    """
     parsed = parse_arguments(args)
     if parsed.plot_path is not None:
         require("matplotlib", "--plot")

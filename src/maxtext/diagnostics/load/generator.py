@@ -15,7 +15,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from maxtext.common.errors import UserError
+from maxtext.common.errors import ConfigError
 from maxtext.diagnostics.load.client import Client, RequestRecord, Target
 
 # Its token ids are those that prompts are made of.
@@ -68,20 +68,24 @@ class LoadResult:
 
 
 async def read_server_info(client: Client, model: str | None = None) -> ServerInfo:
-    """Raises UserError if the server does not answer as one of OpenAI's API does."""
+    """Raises ConfigError if the server does not answer as one of OpenAI's API does."""
     answer = await client.get("/v1/models")
     address = f"{client.target.host}:{client.target.port}"
     if answer.error == "401":
-        raise UserError(f"the server at {address} wants an API key: give --api-key KEY")
+        raise ConfigError(
+            f"the server at {address} needs another API key: --api-key KEY, or MAXTEXT_API_KEY"
+        )
+    if answer.status == 0:
+        raise ConfigError(f"{address} cannot be reached: {answer.message or answer.error}")
     if answer.error:
-        raise UserError(f"GET /v1/models of {address} failed: {answer.message or answer.error}")
+        raise ConfigError(f"GET /v1/models of {address} failed: {answer.message or answer.error}")
     try:
         cards = {card["id"]: card for card in json.loads(bytes(answer.body))["data"]}
         name = next(iter(cards)) if model is None else model
     except (ValueError, KeyError, TypeError, StopIteration) as error:
-        raise UserError(f"GET /v1/models of {address} returned no list of models") from error
+        raise ConfigError(f"GET /v1/models of {address} returned no list of models") from error
     if name not in cards:
-        raise UserError(f"the server has no model {name!r}, but {', '.join(cards)}")
+        raise ConfigError(f"the server has no model {name!r}, but {', '.join(cards)}")
     body = {"model": name, "prompt": SAMPLE_TEXT, "add_special_tokens": False}
     answer = await client.post("/tokenize", body, RequestRecord(0, 0))
     try:
@@ -137,7 +141,7 @@ class LoadGenerator:
         self.result = LoadResult()
 
     async def run(self) -> LoadResult:
-        """Raises UserError if the server cannot be used; errors of requests are in records."""
+        """Raises ConfigError if the server cannot be used; errors of requests are in records."""
         server = await read_server_info(self.client, self.model)
         self.check_length(server)
         self.prepare(server)
@@ -169,7 +173,7 @@ class LoadGenerator:
     def check_length(self, server: ServerInfo) -> None:
         longest = self.workload.prompt_tokens[1] + self.workload.new_tokens[1]
         if server.max_length is not None and longest > server.max_length:
-            raise UserError(
+            raise ConfigError(
                 f"prompts and completions of up to {longest} tokens exceed the {server.max_length} "
                 f"of {server.model}: lower --prompt-tokens or --new-tokens"
             )
