@@ -283,6 +283,9 @@ def test_response_repeats_the_defaults_of_the_model(server, http, monkeypatch):
         ("request_id", "a b"),
         ("tools", {}),
         ("tool_choice", {"type": "web_search"}),
+        ("include", "reasoning.encrypted_content"),
+        ("truncation", "auto"),
+        ("stream_options", []),
         ("temperature", -1),
     ],
 )

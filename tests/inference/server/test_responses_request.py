@@ -2,7 +2,7 @@
 
 import pytest
 
-from maxtext.inference.server.responses_request import chat_body
+from maxtext.inference.server.responses_request import chat_body, check_unsupported_values
 from maxtext.inference.validation import RequestError
 
 
@@ -80,3 +80,56 @@ def test_wrong_input(value):
     with pytest.raises(RequestError) as caught:
         chat_body({"input": value})
     assert caught.value.param == "input"
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "code"),
+    [
+        ({"include": {}}, "include", None),
+        ({"include": [5]}, "include", "unsupported_parameter"),
+        ({"include": ["message.output_text.logprobs"]}, "include", "unsupported_parameter"),
+        ({"stream_options": {"include_obfuscation": False}}, "stream_options", None),
+        ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options", None),
+        (
+            {"stream": True, "stream_options": {"include_obfuscation": True}},
+            "stream_options",
+            "unsupported_parameter",
+        ),
+        ({"stream": True, "stream_options": True}, "stream_options", None),
+        ({"truncation": "auto"}, "truncation", "unsupported_parameter"),
+        ({"truncation": {}}, "truncation", "unsupported_parameter"),
+        ({"top_logprobs": 2}, "top_logprobs", "unsupported_parameter"),
+        ({"top_logprobs": True}, "top_logprobs", None),
+        ({"max_tool_calls": 0}, "max_tool_calls", None),
+        ({"max_tool_calls": "3"}, "max_tool_calls", None),
+        ({"context_management": [{}]}, "context_management", "unsupported_parameter"),
+        ({"moderation": {"model": "x"}}, "moderation", "unsupported_parameter"),
+        ({"store": "yes"}, "store", None),
+        ({"client_metadata": []}, "client_metadata", None),
+        ({"reasoning": {"summary": 1}}, "reasoning", None),
+        ({"text": {"verbosity": 2}}, "text", None),
+    ],
+)
+def test_values_that_are_not_supported(body, param, code):
+    with pytest.raises(RequestError) as caught:
+        check_unsupported_values(body)
+    assert (caught.value.param, caught.value.code) == (param, code)
+
+
+def test_values_without_an_effect():
+    """As Codex sends them, and the defaults of OpenAI's documentation."""
+    check_unsupported_values({})
+    check_unsupported_values(
+        {
+            "include": ["reasoning.encrypted_content", "web_search_call.results"],
+            "store": True,
+            "stream": True,
+            "stream_options": {"include_obfuscation": False, "include_usage": None},
+            "truncation": "disabled",
+            "top_logprobs": 0,
+            "max_tool_calls": 3,
+            "client_metadata": {"a": "b"},
+            "reasoning": {"effort": "low", "summary": "auto"},
+            "text": {"verbosity": "low"},
+        }
+    )

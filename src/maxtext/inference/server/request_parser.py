@@ -344,19 +344,14 @@ class RequestParser:
         logprobs: int | None = None,
         message_format: MessageFormat | None = None,
     ) -> ApiRequest:
-        stream = flag(body, "stream")
-        options = object_field(body, "stream_options")
-        if "stream_options" in body and not stream:
-            raise RequestError("stream_options needs stream=true", "stream_options")
-        continuous, include_usage = (
-            parse_stream_option(options, name)
-            for name in ("continuous_usage_stats", "include_usage")
+        continuous, include_usage = parse_stream_options(
+            body, "continuous_usage_stats", "include_usage"
         )
         return ApiRequest(
             model=self.model.find(body.get("model"))[0],
             requests=tuple(requests),
             is_chat=is_chat,
-            stream=stream,
+            stream=flag(body, "stream"),
             include_usage=include_usage or continuous,
             continuous_usage=continuous,
             echoes=echoes,
@@ -367,10 +362,15 @@ class RequestParser:
         )
 
 
-def parse_stream_option(options: Body, name: str) -> bool:
-    value = options.get(name)
-    if value is not None and not isinstance(value, bool):
-        raise RequestError(
-            f"stream_options.{name} must be true or false, not {shorten(value)}", "stream_options"
-        )
-    return bool(value)
+def parse_stream_options(body: Body, *names: str) -> list[bool]:
+    """The values of these fields of `stream_options`."""
+    options = object_field(body, "stream_options")
+    if "stream_options" in body and not flag(body, "stream"):
+        raise RequestError("stream_options needs stream=true", "stream_options")
+    for name in names:
+        if not isinstance(options.get(name), bool | None):
+            raise RequestError(
+                f"stream_options.{name} must be true or false, not {shorten(options[name])}",
+                "stream_options",
+            )
+    return [bool(options.get(name)) for name in names]

@@ -4,6 +4,7 @@ The server keeps no state: `input` is the whole conversation.
 """
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,12 +17,25 @@ from maxtext.inference.server.request_parser import (
     SAMPLING_FIELDS,
     ApiRequest,
     RequestParser,
+    parse_stream_options,
 )
 from maxtext.inference.structured_outputs import StructuredOutputs
-from maxtext.inference.validation import RequestError, shorten
+from maxtext.inference.validation import RequestError, check_range, check_whole_number, shorten
 
 # Silence would lose the conversation, or something else that the client relies on.
 UNSUPPORTED_FIELDS = ("previous_response_id", "background", "conversation", "prompt")
+UNSUPPORTED = "unsupported_parameter"  # the code of an error
+# Values of `include`. They are about output that the server never has: of tools that it would run
+# itself, images, and reasoning that a client may not read.
+INERT_INCLUDES = (
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+    "reasoning.encrypted_content",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+)
 # Names of fields in the chat that a body becomes, where the name in the body is another one.
 CHAT_NAMES = {
     "messages": "input",
@@ -37,7 +51,8 @@ SAME_FIELDS = (
 FIELDS = frozenset(
     (
         *("input", "instructions", "max_output_tokens", "tools", "tool_choice", "text"),
-        *("reasoning", "include", "client_metadata", "stream_options"),
+        *("reasoning", "include", "client_metadata", "stream_options", "truncation"),
+        *("top_logprobs", "max_tool_calls", "context_management", "moderation"),
         *SAME_FIELDS,
         *UNSUPPORTED_FIELDS,
         *INERT_FIELDS,
@@ -54,9 +69,10 @@ def parse_responses_request(parser: RequestParser, body: Body) -> ApiRequest:
                 f"{name} is not supported: this server keeps no conversations, so send the whole "
                 "conversation as input",
                 name,
-                "unsupported_parameter",
+                UNSUPPORTED,
             )
     ignored = parser.check_names(body, FIELDS)
+    check_unsupported_values(body)
     try:
         request = parser.chat(chat_body(body))
     except RequestError as error:
@@ -73,6 +89,48 @@ def parse_responses_request(parser: RequestParser, body: Body) -> ApiRequest:
         ignored_fields=ignored,
         settings=response_settings(body, params),
     )
+
+
+def check_unsupported_values(body: Body) -> None:
+    """Raises RequestError if a field that a chat does not have is malformed, or asks for something
+    that the response would lack.
+    """
+    include = body.get("include", [])
+    if not isinstance(include, list):
+        raise RequestError(f"include must be a list of texts, not {shorten(include)}", "include")
+    for value in include:
+        if value not in INERT_INCLUDES:
+            raise RequestError(f"include may not have {shorten(value)}", "include", UNSUPPORTED)
+    is_obfuscated, _ = parse_stream_options(body, "include_obfuscation", "include_usage")
+    if is_obfuscated:
+        raise RequestError(
+            "stream_options.include_obfuscation is not supported", "stream_options", UNSUPPORTED
+        )
+    if body.get("truncation", "disabled") != "disabled":
+        raise RequestError(
+            f"truncation must be disabled, not {shorten(body['truncation'])}",
+            "truncation",
+            UNSUPPORTED,
+        )
+    num_top = body.get("top_logprobs", 0)
+    check_whole_number("top_logprobs", num_top)
+    if num_top:
+        raise RequestError(
+            "/v1/responses has no log-probabilities: use /v1/chat/completions",
+            "top_logprobs",
+            UNSUPPORTED,
+        )
+    if "max_tool_calls" in body:  # of tools that the server would run
+        check_range("max_tool_calls", body["max_tool_calls"], 1, math.inf, whole=True)
+    for name in ("context_management", "moderation"):
+        if body.get(name):
+            raise RequestError(f"{name} is not supported", name, UNSUPPORTED)
+    flag(body, "store")
+    object_field(body, "client_metadata")
+    for group, name in (("reasoning", "summary"), ("text", "verbosity")):
+        value = object_field(body, group).get(name)
+        if not isinstance(value, str | None):
+            raise RequestError(f"{group}.{name} must be text, not {shorten(value)}", group)
 
 
 def chat_body(body: Body) -> dict[str, Any]:
