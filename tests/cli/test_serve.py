@@ -151,9 +151,29 @@ entry.entry()
 """
 
 
+# The command, or a library that it imports, takes long to import.
+SLOW_IMPORT = """
+import sys, time
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == MODULE:
+            print("loading", flush=True)
+            time.sleep(60)
+sys.meta_path.insert(0, Finder())
+from maxtext.cli import entry
+entry.entry()
+"""
+SLOW_STARTS = {
+    "weights": SLOW_LOAD,
+    "command": SLOW_IMPORT.replace("MODULE", "'maxtext.cli.generation'"),
+    "library": SLOW_IMPORT.replace("MODULE", "'fastapi'"),
+}
+
+
 @pytest.mark.slow
-def test_sigterm_while_the_model_is_loading_is_no_failure(tmp_path):
-    command = [sys.executable, "-c", SLOW_LOAD, "serve", "qwen3-0.6b", *TINY]
+@pytest.mark.parametrize("program", SLOW_STARTS.values(), ids=SLOW_STARTS)
+def test_sigterm_while_the_model_is_loading_is_no_failure(program, tmp_path):
+    command = [sys.executable, "-c", program, "serve", "qwen3-0.6b", *TINY]
     process = subprocess.Popen(
         [*command, "--uds", str(tmp_path / "socket")],
         stdout=subprocess.PIPE,

@@ -137,7 +137,9 @@ def run(args: list[str]) -> int:
         if not has_server:
             refuse_remote(rest[:1] if has_urls else rest[:2] if is_text else rest)
     with progress.working(f"maxtext {name} is starting"):  # the imports take seconds
-        return importlib.import_module(f"maxtext.cli.{name.replace('-', '_')}").run(rest)
+        with signals.starting_service() if name == "serve" else contextlib.nullcontext():
+            command = importlib.import_module(f"maxtext.cli.{name.replace('-', '_')}")
+        return command.run(rest)
 
 
 if __name__ == "__main__":

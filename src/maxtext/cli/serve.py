@@ -5,7 +5,6 @@ import json
 import logging
 import os
 import re
-import signal
 import socket
 import sys
 import threading
@@ -36,8 +35,6 @@ if TYPE_CHECKING:
 
 KEY_VARIABLE = "MAXTEXT_API_KEY"
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s?#@A-Z]+")  # of a page; browsers send lower case
-# Supervisors stop services with SIGTERM, before they are ready, too: that is no failure.
-STOPPED_EARLY = "stopped by SIGTERM while the model was loading"
 PACKAGES = ("fastapi", "uvicorn", "uvloop", "httptools", "prometheus_client")
 USELESS = {
     "prompt": "requests have their own",
@@ -68,19 +65,14 @@ class ServeArguments:
 
 
 def run(args: list[str]) -> int:
-    for package in PACKAGES:
-        require(package, "maxtext serve")
-    parsed = parse_arguments(args)
-    parsed.tls.check()
-    model = resolve_model(parsed.path, None, parsed.overrides)
-    refuse_useless(model.config, "serve", USELESS)
-    from maxtext.inference.server import lifecycle
-
-    raise_descriptor_limit()
-    if parsed.uds is not None:
-        listener = lifecycle.bind_unix(parsed.uds)
-    else:
-        listener = lifecycle.bind(parsed.host, parsed.port)
+    with signals.starting_service():
+        for package in PACKAGES:
+            require(package, "maxtext serve")
+        parsed = parse_arguments(args)
+        parsed.tls.check()
+        model = resolve_model(parsed.path, None, parsed.overrides)
+        refuse_useless(model.config, "serve", USELESS)
+        listener = open_listener(parsed)
     try:
         return serve(parsed, model, listener)
     finally:
@@ -89,16 +81,24 @@ def run(args: list[str]) -> int:
             Path(parsed.uds).unlink(missing_ok=True)
 
 
+def open_listener(parsed: ServeArguments) -> socket.socket:
+    from maxtext.inference.server.lifecycle import bind, bind_unix
+
+    raise_descriptor_limit()
+    return bind(parsed.host, parsed.port) if parsed.uds is None else bind_unix(parsed.uds)
+
+
 def serve(parsed: ServeArguments, model: ResolvedModel, listener: socket.socket) -> int:
     """Listen, load the model and serve it until a signal comes; returns the exit code."""
     from maxtext.inference.server.app import build_app
     from maxtext.inference.server.lifecycle import HttpServer, LoadingApp, tune_interpreter
 
     app = LoadingApp()
-    server = HttpServer(app, listener, parsed.tls)
-    server.start()  # probes see that the model is loading
+    with signals.starting_service():
+        server = HttpServer(app, listener, parsed.tls)
+        server.start()  # probes see that the model is loading
     try:
-        with signals.exit_cleanly_on(signal.SIGTERM, STOPPED_EARLY):
+        with signals.starting_service():
             use_compilation_cache(model.config.jax_cache_dir)
             session = load_session(model, adapters=parsed.adapters or None)
             if parsed.options.log_requests or parsed.options.log_prompts:

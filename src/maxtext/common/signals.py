@@ -65,6 +65,13 @@ def exit_cleanly_on(number: int, message: str) -> Iterator[None]:
         del _CLEAN_EXITS[number]
 
 
+def starting_service() -> contextlib.AbstractContextManager[None]:
+    """For a service that is not ready yet: supervisors stop it with SIGTERM then, too, which is no
+    failure.
+    """
+    return exit_cleanly_on(signal.SIGTERM, "stopped by SIGTERM while the model was loading")
+
+
 def handled_signals() -> tuple[signal.Signals, ...]:
     """SIGNALS, without SIGHUP if `nohup` made this process ignore it."""
     ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
