@@ -62,7 +62,8 @@ def test_ranks_and_alphas_by_pattern_are_those_of_peft():
         ({"peft_type": "LOHA"}, "peft_type='LOHA' is not supported"),
         ({"bias": "all"}, "bias='all' is not supported"),
         ({"lora_bias": True}, "lora_bias=True is not supported"),
-        ({"target_parameters": ["experts.down_proj"]}, "target_parameters="),
+        ({"target_parameters": "experts.down_proj"}, "target_parameters='experts.down_proj' must"),
+        ({"target_parameters": ["down_proj"], "use_dora": True}, "use_dora=true is not supported"),
         ({"init_lora_weights": "pissa_niter_4"}, "changes the base weights"),
         ({"init_lora_weights": "lora_ga"}, "changes the base weights"),
         ({"kasa_config": {"beta": 0.1}}, "kasa_config="),
@@ -74,6 +75,17 @@ def test_refuses_what_it_cannot_represent(change, part):
     with pytest.raises(ConfigError, match="adapter_config.json: ") as error:
         LoraConfig.from_json(SETTINGS | change, "adapter_config.json")
     assert part in str(error.value)
+
+
+def test_parameters_need_no_modules():
+    settings = SETTINGS | {"target_modules": None, "target_parameters": ["mlp.gate.weight"]}
+    settings |= {"rank_pattern": {r".*\.gate.weight": 3}}
+    config = LoraConfig.from_json(settings, "adapter_config.json")
+    assert config.selects_parameter("model.layers.1.mlp.gate.weight")
+    assert not config.selects_parameter("model.layers.1.block_mlp.gate.weight")
+    assert not any(config.selects(module) for module in MODULES)
+    assert config.rank(config.target("model.layers.1.mlp.gate")) == 3
+    assert config.rank(config.target("model.layers.1.other.gate")) == 8
 
 
 def test_writes_last_names_unless_they_select_other_modules():

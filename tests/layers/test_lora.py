@@ -70,6 +70,15 @@ def test_update_is_scaled_product_of_both_factors(rslora):
     np.testing.assert_allclose(layer(x), expected, rtol=1e-5, atol=1e-5)
 
 
+def test_router_has_the_logits_of_its_merged_weight():
+    adapted = initializer(spec_of("router")).child("router")
+    router = RouterSpec(5, 2).build(adapted, 6, "float32")
+    fill(router)
+    x = np.random.default_rng(1).standard_normal((2, 4, 6)).astype("float32")
+    w, a, b = (np.asarray(p[...], "float64") for p in (router.weight, router.lora_a, router.lora_b))
+    np.testing.assert_allclose(router.logits(x), x @ (w + 2 * a @ b), rtol=1e-5, atol=1e-5)
+
+
 def test_dora_rescales_the_norm_of_each_output():
     layer = linear(spec_of("query", dora=True))
     fill(layer)

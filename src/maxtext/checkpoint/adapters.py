@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from maxtext.checkpoint.adapter_modules import ModelModules, padded
+from maxtext.checkpoint.adapter_modules import ROUTER, ModelModules
+from maxtext.checkpoint.adapter_rules import padded
 from maxtext.checkpoint.open import model_param_infos
 from maxtext.checkpoint.weights import ModelWeights, ParamInfo, ParamPath
 from maxtext.common.errors import ConfigError
@@ -45,17 +46,11 @@ def adapter_spec(config: MaxTextConfig) -> AdapterSpec | None:
         paths = select_hf(modules, config.lora_target_modules)
     else:
         paths = select_native(modules, config.lora_module_path)
-    experts = [path for path in paths if ROUTED_EXPERTS in path]
-    if config.lora_use_dora and experts:
+    routed = [path for path in paths if is_routed(path)]
+    if config.lora_use_dora and routed:
         raise ConfigError(
-            f"lora_use_dora=true has no magnitudes for routed experts such as {experts[0]}: leave "
-            "them out of the targets, or set lora_use_dora=false"
-        )
-    nameless = [path for path in experts if path not in modules.by_native]
-    if nameless:
-        raise ConfigError(
-            f"{nameless[0]} is a part of a parameter of its Hugging Face model and no module, so "
-            "no PEFT folder can hold its adapter: leave experts out of the targets"
+            f"lora_use_dora=true has no magnitudes for routed experts and routers such as "
+            f"{routed[0]}: leave them out of the targets, or set lora_use_dora=false"
         )
     target = AdapterTarget(config.lora_rank, config.lora_alpha or float(config.lora_rank))
     return AdapterSpec(
@@ -65,6 +60,11 @@ def adapter_spec(config: MaxTextConfig) -> AdapterSpec | None:
         dropout=config.lora_dropout,
         init=config.lora_init,
     )
+
+
+def is_routed(path: str) -> bool:
+    """Whether a native layer is of routed experts, or a router."""
+    return ROUTED_EXPERTS in path or path.endswith(ROUTER)
 
 
 def select_native(modules: ModelModules, pattern: str) -> list[str]:
@@ -85,7 +85,7 @@ def select_native(modules: ModelModules, pattern: str) -> list[str]:
 def select_hf(modules: ModelModules, targets: str | Sequence[str]) -> list[str]:
     """The linear layers of the HF modules that PEFT's target_modules select."""
     if targets == peft.ALL_LINEAR:
-        return [path for path in modules.linears if path != HEAD and ROUTED_EXPERTS not in path]
+        return [path for path in modules.linears if path != HEAD and not is_routed(path)]
     try:
         settings = peft.LoraConfig(r=1, lora_alpha=1, target_modules=targets)
         selected = [module for module in modules.by_hf if settings.selects(module)]

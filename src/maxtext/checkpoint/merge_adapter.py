@@ -11,13 +11,8 @@ from functools import cached_property
 
 import numpy as np
 
-from maxtext.checkpoint.adapter_modules import (
-    EMBEDDING,
-    HEAD_WEIGHT,
-    WEIGHT,
-    LinearShape,
-    ModelModules,
-)
+from maxtext.checkpoint.adapter_modules import EMBEDDING, HEAD_WEIGHT, ModelModules
+from maxtext.checkpoint.adapter_rules import WEIGHT, LinearShape
 from maxtext.checkpoint.adapters import MAGNITUDE, A, Adapter, B
 from maxtext.checkpoint.convert.command import SHARD_BYTES, unrolled_model
 from maxtext.checkpoint.open import (

@@ -1,25 +1,25 @@
-"""PEFT folders of adapters, read and written."""
+"""PEFT folders of adapters, read. `peft_writer.py` writes them."""
 
-import json
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from maxtext.checkpoint.adapter_modules import EMBEDDING, HEAD_WEIGHT, ModelModules, ModuleRule
+from maxtext.checkpoint.adapter_modules import EMBEDDING, HEAD_WEIGHT, ModelModules
+from maxtext.checkpoint.adapter_parameters import ParameterRule, nested_name, owner
+from maxtext.checkpoint.adapter_rules import ModuleRule
 from maxtext.checkpoint.adapters import MAGNITUDE, A, Adapter, B
 from maxtext.checkpoint.safetensors_reader import SafetensorsFolder
-from maxtext.checkpoint.safetensors_writer import write_folder
 from maxtext.checkpoint.tensors import TensorInfo, raise_problems
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.common.files import local_path, read_json_object
 from maxtext.common.hub import find_folder, model_name
 from maxtext.configs.types import MaxTextConfig
 from maxtext.hf import peft
+from maxtext.hf.config_json import HfMapping
 from maxtext.layers.adapters import EMBEDDER, HEAD, AdapterSpec, AdapterTarget
 from maxtext.models import hf_registry
 
@@ -39,19 +39,22 @@ def read_adapter(folder: str | os.PathLike, config: MaxTextConfig) -> Adapter:
     settings = read_json_object(path / peft.CONFIG_FILE)
     lora = peft.LoraConfig.from_json(settings, str(path / peft.CONFIG_FILE))
     source = SafetensorsFolder.open(path, peft.TENSORS_STEM)
-    reader = AdapterReader(ModelModules.of(config), lora, canonical_tensors(source), source)
-    return reader.read(settings)
+    names = canonical_tensors(source, hf_registry.mapping_for(config))
+    return AdapterReader(ModelModules.of(config), lora, names, source).read(settings)
 
 
-def canonical_tensors(source: SafetensorsFolder) -> dict[str, str]:
+def canonical_tensors(source: SafetensorsFolder, mapping: HfMapping) -> dict[str, str]:
     """Names as rules have them, without PEFT's prefix -> names in the folder."""
     names = {}
+    name_in_rules, name_in_module = mapping.module_renaming
     for name in source.tensors:
         module = name.removeprefix(peft.PREFIX)
         for old, new in hf_registry.PREFIXES.items():
             if module.startswith(old):
                 module = new + module[len(old) :]
                 break
+        if name_in_module:
+            module = module.replace(name_in_module, name_in_rules)
         names[module.replace(".lora_magnitude_vector.weight", peft.MAGNITUDE)] = name
     return names
 
@@ -68,15 +71,18 @@ class AdapterReader:
     def read(self, settings: Mapping[str, Any]) -> Adapter:
         by_rule: dict[int, list[str]] = {}
         rules: dict[int, ModuleRule] = {}
+        experts: dict[str, list[str]] = {}
         embeddings: list[str] = []
         saved: list[str] = []
         problems: list[str] = []
         for name in self.names:
             module, kind = split_name(name)
-            if kind in (peft.B, peft.MAGNITUDE, peft.EMBEDDING_B, peft.BASE_LAYER):
+            if kind in (peft.B, peft.MAGNITUDE, peft.EMBEDDING_B, peft.BASE_WEIGHT):
                 continue
             rule = self.modules.by_hf.get(module)
-            if kind == peft.A and rule is not None:
+            if kind == peft.A and owner(module) in self.modules.parameters_of_module:
+                experts.setdefault(owner(module), []).append(module)
+            elif kind == peft.A and rule is not None:
                 by_rule.setdefault(id(rule), []).append(module)
                 rules[id(rule)] = rule
             elif kind in (peft.EMBEDDING_A, peft.SAVED) and module in self.modules.saved_rules:
@@ -85,6 +91,8 @@ class AdapterReader:
                 problems.append(f"{self.names[name]} {self.misfit(module, kind)}")
         for key, rule in rules.items():
             problems += self.rule_problems(rule, by_rule[key])
+        for module, present in experts.items():
+            problems += self.parameter_problems(module, present)
         is_tied = self.modules.config.logits_via_embedding
         if settings.get("ensure_weight_tying") and is_tied and (embeddings or saved):
             problems.append(
@@ -96,6 +104,8 @@ class AdapterReader:
         tensors: dict[str, np.ndarray] = {}
         for key, rule in rules.items():
             self.read_rule(rule, by_rule[key], targets, tensors)
+        for module, present in experts.items():
+            self.read_parameters(module, present, targets, tensors)
         for module in embeddings:
             self.read_embedding(module, targets, tensors)
         copies = dict(self.read_saved(module) for module in saved)
@@ -131,7 +141,7 @@ class AdapterReader:
         }
         outputs = dict(zip(rule.hf, (shape[0] for shape in rule.bind_b(1).hf_shapes), strict=True))
         for module in present:
-            rank = self.lora.rank(self.name_in_folder(module))
+            rank = self.lora.rank(self.target_in_folder(module))
             expected: dict[str, tuple[int, ...]] = {
                 peft.A: (rank, shapes[module][1]),
                 peft.B: (outputs[module], rank),
@@ -159,8 +169,8 @@ class AdapterReader:
         """Read the factors of a rule's modules; modules of a merged layer that lack an adapter have
         zeros."""
         first = present[0]
-        ranks = {self.lora.rank(self.name_in_folder(module)) for module in present}
-        alphas = {self.lora.alpha(self.name_in_folder(module)) for module in present}
+        ranks = {self.lora.rank(self.target_in_folder(module)) for module in present}
+        alphas = {self.lora.alpha(self.target_in_folder(module)) for module in present}
         if len(ranks) > 1 or len(alphas) > 1:
             raise ConfigError(
                 f"{self.source.title}: {', '.join(present)} are one layer here, and have ranks or "
@@ -171,9 +181,7 @@ class AdapterReader:
         a_arrays, b_arrays = rule.a_to_native(a), rule.b_to_native(b)
         total = a_arrays[0].shape[-1]
         for path, a_array, b_array in zip(rule.native, a_arrays, b_arrays, strict=True):
-            factor = total / rank
-            total_alpha = alpha * (factor**0.5 if self.lora.use_rslora else factor)
-            targets[path] = AdapterTarget(total, total_alpha)
+            targets[path] = self.at_rank(total, rank, alpha)
             tensors[f"{path}/{A}"] = a_array
             tensors[f"{path}/{B}"] = b_array
         if self.lora.use_dora:
@@ -182,6 +190,72 @@ class AdapterReader:
             magnitudes = [self.tensor(module, peft.MAGNITUDE, first) for module in rule.hf]
             for path, array in zip(rule.native, rule.magnitude_to_native(magnitudes), strict=True):
                 tensors[f"{path}/{MAGNITUDE}"] = array
+
+    def at_rank(self, rank: int, rank_in_folder: int, alpha: float) -> AdapterTarget:
+        """A target of a rank other than in the folder, and of the same scale."""
+        factor = rank / rank_in_folder
+        return AdapterTarget(rank, alpha * (factor**0.5 if self.lora.use_rslora else factor))
+
+    def target_parameters(self, module: str, present: Sequence[str]) -> dict[str, ParameterRule]:
+        """The parameters of a module of experts that are targets, by the names of their tensors, of
+        which `present` are in the folder."""
+        in_folder = owner(self.name_in_folder(present[0]))
+        selected = [
+            rule
+            for rule in self.modules.parameters_of_module[module]
+            if self.lora.selects_parameter(f"{in_folder}.{rule.last_name}")
+        ]
+        return {nested_name(module, depth): rule for depth, rule in enumerate(reversed(selected))}
+
+    def parameter_scale(self, name: str, rule: ParameterRule) -> tuple[int, float]:
+        """Rank and alpha of the parameter whose tensors have a name."""
+        in_folder = f"{owner(self.name_in_folder(name))}.{rule.last_name}"
+        return self.lora.rank(in_folder), self.lora.alpha(in_folder)
+
+    def parameter_problems(self, module: str, present: Sequence[str]) -> list[str]:
+        """What is wrong with the tensors of a module of experts."""
+        rules = self.target_parameters(module, present)
+        if rules.keys() != set(present):
+            return [
+                f"{peft.PREFIX}{module} has adapters of {len(present)} parameters, and "
+                f"target_parameters={list(self.lora.target_parameters)} selects {len(rules)} of "
+                f"{', '.join(rule.last_name for rule in self.modules.parameters_of_module[module])}"
+            ]
+        problems = []
+        for name, rule in rules.items():
+            if name + peft.B not in self.names:
+                problems.append(f"{peft.PREFIX}{name}{peft.B} is missing")
+                continue
+            rank, _ = self.parameter_scale(name, rule)
+            if self.is_swapped(name, rule) is None:
+                a, b = (list(self.info(name + kind).shape) for kind in (peft.A, peft.B))
+                needed = " and ".join(str(list(shape)) for shape in rule.factor_shapes(rank))
+                problems.append(
+                    f"{rule.name} has factors {a} and {b}, the model and {peft.CONFIG_FILE} need "
+                    f"{needed}"
+                )
+        return problems
+
+    def is_swapped(self, name: str, rule: ParameterRule) -> bool | None:
+        a, b = (self.info(name + kind).shape for kind in (peft.A, peft.B))
+        return rule.is_swapped(a, b, self.parameter_scale(name, rule)[0])
+
+    def read_parameters(
+        self,
+        module: str,
+        present: Sequence[str],
+        targets: dict[str, AdapterTarget],
+        tensors: dict[str, np.ndarray],
+    ) -> None:
+        """Read the factors of the parameters of a module of experts."""
+        for name, rule in self.target_parameters(module, present).items():
+            rank, alpha = self.parameter_scale(name, rule)
+            a, b = (self.source.read(self.names[name + kind]) for kind in (peft.A, peft.B))
+            factors = rule.to_native(a, b, bool(self.is_swapped(name, rule)))
+            for path, (lora_a, lora_b) in factors.items():
+                targets[path] = self.at_rank(lora_a.shape[-1], rank, alpha)
+                tensors[f"{path}/{A}"] = lora_a
+                tensors[f"{path}/{B}"] = lora_b
 
     def tensor(self, module: str, kind: str, like: str) -> np.ndarray:
         """A tensor of a module; zeros if only other modules of its layer have an adapter."""
@@ -201,6 +275,9 @@ class AdapterReader:
     def name_in_folder(self, module: str) -> str:
         """The module's name in a multimodal model, which the patterns of the folder are for."""
         return self.names[module + peft.A].removeprefix(peft.PREFIX).removesuffix(peft.A)
+
+    def target_in_folder(self, module: str) -> str:
+        return self.lora.target(self.name_in_folder(module))
 
     def info(self, name: str) -> TensorInfo:
         return self.source.tensors[self.names[name]]
@@ -240,129 +317,11 @@ class AdapterReader:
 
 def split_name(name: str) -> tuple[str, str]:
     """(module, kind) of a tensor."""
-    embedding = (peft.EMBEDDING_A, peft.EMBEDDING_B, peft.BASE_LAYER)
+    embedding = (peft.EMBEDDING_A, peft.EMBEDDING_B, peft.BASE_WEIGHT)
     for kind in (peft.A, peft.B, peft.MAGNITUDE, *embedding, peft.SAVED):
         if name.endswith(kind):
             return name.removesuffix(kind), kind
     return name, ""
-
-
-@dataclass(frozen=True)
-class NamedArrays:
-    """Arrays in memory as a stream of tensors."""
-
-    arrays: Mapping[str, np.ndarray]
-    title: str = "the adapter"
-
-    @cached_property
-    def tensors(self) -> dict[str, TensorInfo]:
-        return {name: TensorInfo(array.dtype, array.shape) for name, array in self.arrays.items()}
-
-    def read(self, name: str) -> np.ndarray:
-        return self.arrays[name]
-
-    def __iter__(self) -> Iterator[tuple[str, np.ndarray]]:
-        return iter(self.arrays.items())
-
-
-def write_adapter(
-    folder: str | os.PathLike,
-    adapter: Adapter,
-    config: MaxTextConfig,
-    base_name: str = "",
-    hf_tensor_names: Collection[str] = (),
-) -> None:
-    """Write a PEFT folder. `hf_tensor_names` are those of the base's folder, whose modules PEFT
-    names otherwise if it is multimodal. Raises UserError if the folder exists."""
-    tensors, settings = to_peft(adapter, ModelModules.of(config), base_name, hf_tensor_names)
-    texts = {peft.CONFIG_FILE: json.dumps(settings, indent=2, sort_keys=True)}
-    named = NamedArrays({peft.PREFIX + name: array for name, array in tensors.items()})
-    write_folder(folder, named, peft.TENSORS_STEM, texts, {}, 5 * 10**9)
-
-
-def to_peft(
-    adapter: Adapter,
-    modules: ModelModules,
-    base_name: str,
-    hf_tensor_names: Collection[str] = (),
-) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """The tensors of a PEFT folder without their prefix, and its adapter_config.json."""
-    spec, tensors = adapter.spec, dict[str, np.ndarray]()
-    ranks: dict[str, int] = {}
-    alphas: dict[str, float] = {}
-    rules = {id(rule): rule for rule in modules.rules}
-    used = {id(modules.by_native[path]) for path in spec.by_path if path != EMBEDDER}
-    for key, rule in rules.items():
-        if key not in used:
-            continue
-        present = [path for path in rule.native if path in spec.by_path]
-        scales = {spec.scale(spec.by_path[path]) for path in present}
-        if len(scales) > 1:
-            raise ConfigError(f"{', '.join(present)} have different scales, and are one HF module")
-        factors = {
-            path: (adapter.tensors[f"{path}/{A}"], adapter.tensors[f"{path}/{B}"])
-            for path in present
-        }
-        for module, (a, b) in zip(rule.hf, rule.to_hf(factors), strict=True):
-            tensors |= {module + peft.A: a, module + peft.B: b}
-            rank = a.shape[0]
-            ranks[module] = rank
-            alphas[module] = scales_to_alpha(spec, next(iter(scales)), rank, present)
-        if spec.dora:
-            magnitudes = {path: adapter.tensors[f"{path}/{MAGNITUDE}"] for path in present}
-            for module, array in zip(rule.hf, rule.magnitude_to_hf(magnitudes), strict=True):
-                tensors[module + peft.MAGNITUDE] = array
-    saved_names = []
-    for module, bound in modules.saved_rules.items():
-        name = bound.native_names[0]
-        if name == EMBEDDING and EMBEDDER in spec.by_path:
-            tensors[module + peft.EMBEDDING_A] = np.ascontiguousarray(
-                adapter.tensors[f"{EMBEDDER}/{A}"].T
-            )
-            tensors[module + peft.EMBEDDING_B] = np.ascontiguousarray(
-                adapter.tensors[f"{EMBEDDER}/{B}"].T
-            )
-            target = spec.by_path[EMBEDDER]
-            ranks[module], alphas[module] = target.rank, target.alpha
-        if name in adapter.saved:
-            (tensors[module + peft.SAVED],) = bound.to_hf([adapter.saved[name]])
-            saved_names.append(module.rpartition(".")[2])
-    old, new = hf_registry.text_prefixes(hf_tensor_names)
-    ranks, alphas, tensors = (with_prefix(names, old, new) for names in (ranks, alphas, tensors))
-    every = [*modules.by_hf, *modules.saved_rules]
-    if new:  # other parts of a multimodal model have modules of the same last names
-        every += [f"vision.{module}" for module in every]
-    settings = peft.adapter_settings(
-        ranks,
-        alphas,
-        every,
-        base_name,
-        use_rslora=spec.rslora,
-        use_dora=spec.dora,
-        lora_dropout=spec.dropout,
-        modules_to_save=saved_names or None,
-    )
-    if adapter.settings:
-        original = peft.LoraConfig.from_json(adapter.settings, peft.CONFIG_FILE)
-        if all(original.rank(module) == rank for module, rank in ranks.items()):
-            settings |= adapter.settings
-    return tensors, settings
-
-
-def with_prefix(values: Mapping[str, Any], old: str, new: str) -> dict[str, Any]:
-    """The values with `new` in place of `old` where names start with it."""
-    return {
-        new + name.removeprefix(old) if name.startswith(old) else name: value
-        for name, value in values.items()
-    }
-
-
-def scales_to_alpha(spec: AdapterSpec, scale: float, rank: int, present: Sequence[str]) -> float:
-    """The alpha that gives a scale at a rank; the target's own, if its rank is unchanged."""
-    target = spec.by_path[present[0]]
-    if target.rank == rank:
-        return target.alpha
-    return scale * (rank**0.5 if spec.rslora else rank)
 
 
 def adapter_folders(path: str | os.PathLike, access_token: str | None = None) -> dict[str, Path]:

@@ -4,6 +4,10 @@ A folder has adapter_config.json and adapter_model.safetensors. The tensors of a
 `base_model.model.M.lora_A.weight` [r, in], `.lora_B.weight` [out, r] and, with DoRA,
 `.lora_magnitude_vector` [out]; of an embedding `.lora_embedding_A` [r, V] and `.lora_embedding_B`
 [E, r]; of a module that is saved in full `base_model.model.M.weight`.
+
+`target_parameters` select parameters instead of modules, as experts that are one tensor. Tensors of
+a parameter M.P have the name of the module M (`checkpoint/adapter_parameters.py`), and patterns of
+ranks and alphas match the name of the parameter.
 """
 
 import re
@@ -18,7 +22,8 @@ PREFIX = "base_model.model."
 A, B, MAGNITUDE = ".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector"
 EMBEDDING_A, EMBEDDING_B = ".lora_embedding_A", ".lora_embedding_B"
 SAVED = ".weight"
-BASE_LAYER = ".base_layer.weight"  # a copy of the base that PEFT adds for embeddings
+BASE_LAYER = ".base_layer"  # what a module wraps
+BASE_WEIGHT = BASE_LAYER + SAVED  # a copy of the base that PEFT adds for embeddings
 ALL_LINEAR = "all-linear"
 SHOWN = (  # what `maxtext inspect` shows of adapter_config.json
     "peft_type",
@@ -26,6 +31,7 @@ SHOWN = (  # what `maxtext inspect` shows of adapter_config.json
     "r",
     "lora_alpha",
     "target_modules",
+    "target_parameters",
     "rank_pattern",
     "alpha_pattern",
     "layers_to_transform",
@@ -41,7 +47,6 @@ REQUIRED: dict[str, tuple[Any, ...]] = {
     "bias": ("none", None),
     "lora_bias": (False, None),
     "fan_in_fan_out": (False, None),
-    "target_parameters": (None, [], ()),
     "layer_replication": (None, [], ()),
     "trainable_token_indices": (None, [], {}),
     "alora_invocation_tokens": (None,),
@@ -62,7 +67,8 @@ class LoraConfig:
 
     r: int
     lora_alpha: float
-    target_modules: str | Sequence[str]
+    target_modules: str | Sequence[str] = ()
+    target_parameters: Sequence[str] = ()
     exclude_modules: str | Sequence[str] = ()
     rank_pattern: Mapping[str, int] = field(default_factory=dict)
     alpha_pattern: Mapping[str, float] = field(default_factory=dict)
@@ -92,9 +98,7 @@ class LoraConfig:
             value = settings.get(name)
             if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
                 problems.append(f"{source}: {name}={value!r} must be a positive number")
-        targets = settings.get("target_modules")
-        if not isinstance(targets, str | list) or not targets:
-            problems.append(f"{source}: target_modules={targets!r} must be a text or a list")
+        problems += target_problems(settings, source)
         if problems:
             raise ConfigError(*problems)
         names = cls.__dataclass_fields__
@@ -115,6 +119,16 @@ class LoraConfig:
             return True
         return matches_names(self.target_modules, module) and self.selects_layer(module)
 
+    def selects_parameter(self, name: str) -> bool:
+        """Whether a parameter has an adapter of its own."""
+        return matches_names(self.target_parameters, name)
+
+    def target(self, module: str) -> str:
+        """The name that patterns match for a module's adapter: that of its weight, if the weight is
+        a target parameter."""
+        weight = module + SAVED
+        return weight if self.selects_parameter(weight) else module
+
     def selects_layer(self, module: str) -> bool:
         layers = self.layers_to_transform
         if layers is None or layers == []:
@@ -132,6 +146,19 @@ class LoraConfig:
 
     def alpha(self, module: str) -> float:
         return float(by_pattern(self.alpha_pattern, module, self.lora_alpha))
+
+
+def target_problems(settings: Mapping[str, Any], source: str) -> list[str]:
+    modules, parameters = settings.get("target_modules"), settings.get("target_parameters")
+    if parameters and not (
+        isinstance(parameters, list) and all(isinstance(name, str) for name in parameters)
+    ):
+        return [f"{source}: target_parameters={parameters!r} must be a list of names"]
+    if parameters and settings.get("use_dora"):
+        return [f"{source}: use_dora=true is not supported with target_parameters, as in PEFT"]
+    if not parameters and (not isinstance(modules, str | list) or not modules):
+        return [f"{source}: target_modules={modules!r} must be a text or a list"]
+    return []
 
 
 def matches_names(names: str | Sequence[str], module: str) -> bool:
@@ -155,10 +182,15 @@ def adapter_settings(
     alphas: Mapping[str, float],
     modules: Sequence[str],
     base_name: str,
+    parameters: Mapping[str, bool] | None = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """The adapter_config.json for adapters of these ranks and alphas by module; `modules` are all
-    linear modules of the model, among which the names that are written select no other."""
+    """The adapter_config.json for adapters of these ranks and alphas by target. `modules` are all
+    linear modules of the model, and `parameters` all parameters with whether they are targets; the
+    names that are written select no other."""
+    parameters = parameters or {}
+    target_parameters = [name for name, is_target in parameters.items() if is_target]
+    target_modules = [name for name in ranks if not parameters.get(name)]
     rank, alpha = most_common(ranks.values()), most_common(alphas.values())
     return {
         "peft_type": "LORA",
@@ -166,7 +198,8 @@ def adapter_settings(
         "base_model_name_or_path": base_name,
         "r": rank,
         "lora_alpha": whole(alpha),
-        "target_modules": shortest_names(list(ranks), modules),
+        "target_modules": shortest_names(target_modules, modules),
+        "target_parameters": shortest_names(target_parameters, list(parameters), 2) or None,
         "rank_pattern": exact_patterns({m: r for m, r in ranks.items() if r != rank}),
         "alpha_pattern": exact_patterns({m: whole(a) for m, a in alphas.items() if a != alpha}),
         "bias": "none",
@@ -180,9 +213,11 @@ def adapter_settings(
     }
 
 
-def shortest_names(selected: Sequence[str], modules: Sequence[str]) -> list[str]:
-    """Last names of the selected modules, if no other module has one; else their full names."""
-    names = sorted({module.rpartition(".")[2] for module in selected})
+def shortest_names(
+    selected: Sequence[str], modules: Sequence[str], num_parts: int = 1
+) -> list[str]:
+    """Last parts of the selected modules' names, if no other module has them; else full names."""
+    names = sorted({".".join(module.split(".")[-num_parts:]) for module in selected})
     chosen = set(selected)
     others = (module for module in modules if module not in chosen)
     if any(matches_names(names, module) for module in others):

@@ -11,7 +11,8 @@ import numpy as np
 
 from maxtext.checkpoint.adapters import Adapter
 from maxtext.checkpoint.open import Checkpoint
-from maxtext.checkpoint.peft_folder import read_adapter, write_adapter
+from maxtext.checkpoint.peft_folder import read_adapter
+from maxtext.checkpoint.peft_writer import write_adapter
 from maxtext.checkpoint.weights import ParamInfo
 from maxtext.common.errors import UserError
 from maxtext.common.files import local_path

@@ -16,7 +16,8 @@ import jax
 import numpy as np
 from flax import nnx
 
-from maxtext.checkpoint.adapter_modules import EMBEDDING, HEAD_WEIGHT, LinearShape, padded
+from maxtext.checkpoint.adapter_modules import EMBEDDING, HEAD_WEIGHT
+from maxtext.checkpoint.adapter_rules import LinearShape, padded
 from maxtext.checkpoint.adapters import MAGNITUDE, ROUTED_EXPERTS, Adapter, B, write_layer
 from maxtext.checkpoint.merge_adapter import magnitude_factor, update
 from maxtext.checkpoint.open import model_param_infos

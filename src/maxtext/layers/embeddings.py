@@ -95,7 +95,7 @@ class AdaptedEmbedding(LowRank, Embedding):
     ) -> jax.Array:
         a, b = self.lora_a[...], self.lora_b[...]
         if not self.adapter.slots:
-            update = jnp.take(a, ids, axis=0) @ b * self.scale(inputs)
+            update = jnp.take(a, ids, axis=0) @ b * self.adapter_scale(inputs)
         elif inputs.ids is None:
             return x
         else:

@@ -83,7 +83,7 @@ class LowRank:
         afterwards."""
         if self.adapter.slots:
             return self.add_selected(hidden, y, inputs)
-        a, b, scale = self.lora_a[...], self.lora_b[...], self.scale(inputs)
+        a, b, scale = self.lora_a[...], self.lora_b[...], self.adapter_scale(inputs)
         y = y + jnp.tensordot((hidden * scale).astype(y.dtype), b.astype(y.dtype), 1)
         if self.lora_magnitude is None:
             return y
@@ -114,14 +114,14 @@ class LowRank:
         factor = jnp.take(self.lora_factor[...], align(inputs.ids, hidden.ndim - 1), axis=0)
         return (y.astype(factor.dtype) * factor).astype(y.dtype)
 
-    def scale(self, inputs: AdapterInputs) -> jax.Array | float:
+    def adapter_scale(self, inputs: AdapterInputs) -> jax.Array | float:
         return layer_scale(self.adapter, inputs)
 
     def merge(self, weight: Any, inputs: AdapterInputs) -> jax.Array:
         """The weight with the adapter in it, in the adapter's dtype, for layers that multiply by
         parts of their weight. Not for serving."""
         assert not self.adapter.slots
-        a, scale = self.lora_a[...], self.scale(inputs)
+        a, scale = self.lora_a[...], self.adapter_scale(inputs)
         merged = weight.astype(a.dtype) + jnp.tensordot(a * scale, self.lora_b[...], 1)
         return merged if self.lora_magnitude is None else merged * self.dora_factor(merged, scale)
 

@@ -23,6 +23,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from maxtext.layers.adapters import LayerAdapter, adapter_inputs
+from maxtext.layers.lora import LowRank, down_project
 from maxtext.layers.norms import Norm
 from maxtext.layers.parameters import Initializer
 from maxtext.layers.specs import NormSpec, RouterSpec
@@ -86,11 +88,15 @@ class Router(nnx.Module):
         x = x.astype(self.dtype)
         if self.norm is not None and self.scale is not None:
             x = self.norm(x) * self.scale[...].astype(self.dtype) * x.shape[-1] ** -0.5
-        precision = jax.lax.Precision.HIGHEST if self.spec.float32 else None
-        logits = jnp.matmul(x, self.weight[...].astype(self.dtype), precision=precision)
+        logits = self.matmul(x)
         if self.bias is not None and self.spec.bias == "logits":
             logits = logits + self.bias[...].astype(self.dtype)
         return logits.astype(jnp.float32)
+
+    def matmul(self, x: jax.Array) -> jax.Array:
+        """x [B, S, E] times the weight."""
+        precision = jax.lax.Precision.HIGHEST if self.spec.float32 else None
+        return jnp.matmul(x, self.weight[...].astype(self.dtype), precision=precision)
 
     def select(self, logits: jax.Array, scores: jax.Array) -> jax.Array:
         """The indices [B, S, k] of the selected experts."""
@@ -122,6 +128,34 @@ class Router(nnx.Module):
         top_groups = jax.lax.top_k(group_scores, self.spec.topk_groups)[1]
         selected = jnp.any(top_groups[..., None] == jnp.arange(self.spec.groups), axis=-2)
         return jnp.where(selected[..., None], grouped, -jnp.inf).reshape(values.shape)
+
+
+class LoRARouter(LowRank, Router):
+    """A router with a low-rank adapter, see lora.py."""
+
+    def __init__(
+        self,
+        initializer: Initializer,
+        spec: RouterSpec,
+        embed_dim: int,
+        dtype: Any,
+        adapter: LayerAdapter,
+    ):
+        super().__init__(initializer, spec, embed_dim, dtype)
+        self.init_adapter(
+            initializer,
+            adapter,
+            in_shape=(embed_dim,),
+            out_shape=(spec.experts,),
+            axes=("embed", "exp"),
+            dtype=self.dtype,
+            weight=self.weight[...],
+        )
+
+    def matmul(self, x: jax.Array) -> jax.Array:
+        inputs = adapter_inputs()
+        (hidden,) = down_project(x, [self], inputs)
+        return self.add_update(hidden, super().matmul(x), self.weight[...], inputs)
 
 
 def map_local_tokens(function: Callable[[jax.Array], jax.Array], values: jax.Array) -> jax.Array:
@@ -191,4 +225,8 @@ def updated_bias(bias: jax.Array, load: jax.Array, rate: float) -> jax.Array:
 
 
 def build(spec: RouterSpec, initializer: Initializer, embed_dim: int, dtype: Any) -> Router:
-    return Router(initializer, spec, embed_dim, dtype)
+    adapters = initializer.context.adapters
+    adapter = None if adapters is None else adapters.at(initializer.paths)
+    if adapter is None:
+        return Router(initializer, spec, embed_dim, dtype)
+    return LoRARouter(initializer, spec, embed_dim, dtype, adapter)

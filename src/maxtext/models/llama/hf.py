@@ -138,6 +138,7 @@ LLAMA4 = HfMapping(
     read=read_llama4,
     write=write_llama4,
     rules=llama4_rules,
+    peft_swaps_factors=True,
     defaults=size_defaults(
         vocab_size=202_048,
         hidden_size=5120,

@@ -95,4 +95,5 @@ MIXTRAL = HfMapping(
         num_local_experts=8,
         num_experts_per_tok=2,
     ),
+    module_renaming=(".block_sparse_moe.", ".mlp."),
 )

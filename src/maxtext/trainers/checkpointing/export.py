@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from maxtext.checkpoint.open import Checkpoint, model_param_infos, save_native
-from maxtext.checkpoint.peft_folder import write_adapter
+from maxtext.checkpoint.peft_writer import write_adapter
 from maxtext.checkpoint.quantized import load_base
 from maxtext.checkpoint.weights import ModelWeights, load_weights
 from maxtext.common.errors import UserError
