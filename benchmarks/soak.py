@@ -3,12 +3,12 @@
     python benchmarks/soak.py [--minutes 5] [--warmup 3] [--streams 12] [--seed 0]
 
 Starts `maxtext serve` of a tiny model with random weights, with sizes that need few programs, since
-every combination of shapes and options is compiled once, and with too few KV pages for all slots,
+every combination of shapes and options is compiled once, and with too few KV blocks for all slots,
 so that sequences are preempted. Sends streamed and whole completions,
 chats, requests with grammars, requests whose client leaves, and bad requests, first for the
 warm-up, in which programs are compiled, then for the measured minutes. Every ten seconds it prints
 resident memory, file descriptors and threads of the server, and what was sent. The exit code is 1
-if a status is not the expected one, if a 5xx comes, if KV pages are in use at the end, or if
+if a status is not the expected one, if a 5xx comes, if KV blocks are in use at the end, or if
 memory, descriptors or threads have grown: their maximum in the second half of the measured time
 exceeds that in the first half by more than 5% and 16 MiB, 8 descriptors or 2 threads.
 
@@ -178,7 +178,7 @@ async def soak(process, target, options):
 
 
 async def check_idle(client):
-    """Nothing runs or holds pages any more, and no response was a 5xx."""
+    """Nothing runs or holds blocks any more, and no response was a 5xx."""
     end = time.monotonic() + 15
     while True:
         text = bytes((await client.get("/metrics")).body).decode()

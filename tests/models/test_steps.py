@@ -65,9 +65,9 @@ MODELS = {
 LENGTHS = (18, 12)  # of two rows
 PIECES = (6, 5, 1, 1, 5)
 LAYOUTS = {
-    "a page each": (CacheConfig(2, 20, jnp.float32), [[0], [1]]),
-    "pages": (
-        CacheConfig(2, 20, jnp.float32, page_size=4, num_pages=12),
+    "a block each": (CacheConfig(2, 20, jnp.float32), [[0], [1]]),
+    "blocks": (
+        CacheConfig(2, 20, jnp.float32, block_size=4, num_blocks=12),
         [[3, 11, 0, 5, 7], [2, 4, 1, 9, 8]],
     ),
 }
@@ -81,24 +81,24 @@ def stirred(path, leaf):
 
 # The parity tests generate with every family, in chunks, too.
 @pytest.mark.representative(
-    "causal-a page each",
-    "window-a page each",
-    "chunks-a page each",
-    "delta-a page each",
-    "streams-a page each",
-    "learned positions-a page each",
-    "causal-pages",
-    "latent-pages",
+    "causal-a block each",
+    "window-a block each",
+    "chunks-a block each",
+    "delta-a block each",
+    "streams-a block each",
+    "learned positions-a block each",
+    "causal-blocks",
+    "latent-blocks",
 )
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
         pytest.param(
-            name, "a page each", marks=() if name in ("window", "causal") else pytest.mark.slow
+            name, "a block each", marks=() if name in ("window", "causal") else pytest.mark.slow
         )
         for name in MODELS
     ]
-    + [("causal", "pages"), pytest.param("latent", "pages", marks=pytest.mark.slow)],
+    + [("causal", "blocks"), pytest.param("latent", "blocks", marks=pytest.mark.slow)],
 )
 def test_pieces_make_the_whole(name, layout):
     check_pieces(MODELS[name], layout, stirred)
@@ -121,7 +121,7 @@ def check_pieces(settings, layout, draw_weights):
 
     @partial(jax.jit, static_argnums=4)
     def step(weights, ids, positions, caches, fresh):
-        aligned = cache_config.page_size is None and ids.shape[1] == 1
+        aligned = cache_config.block_size is None and ids.shape[1] == 1
         inputs = LayerInputs(
             positions,
             is_first_chunk=fresh,
@@ -190,7 +190,7 @@ def test_ties_are_broken_alike_in_pieces(name, monkeypatch):
             values[..., 1::2] = values[..., ::2]
         return values
 
-    check_pieces(TIED[name], "pages", tied)
+    check_pieces(TIED[name], "blocks", tied)
 
 
 def test_a_sliding_window_cache_holds_the_last_tokens():

@@ -18,13 +18,13 @@ MAX_CACHE_FRACTION = 0.7  # of free memory; programs need some, too
 def make_cache_config(programs: Programs, slots: int, length: int) -> CacheConfig:
     """The caches for `slots` sequences of up to `length` tokens."""
     config = programs.config
-    page_size = num_pages = None
+    block_size = num_blocks = None
     if config.attention == "paged" or config.enable_prefix_caching:
-        page_size = config.pagedattn_tokens_per_page
+        block_size = config.pagedattn_tokens_per_page
         if config.attention == "paged":
-            num_pages = config.pagedattn_num_pages
+            num_blocks = config.pagedattn_num_pages
         else:  # as many blocks for idle prefixes as sequences need at most
-            num_pages = 2 * slots * -(-length // page_size)
+            num_blocks = 2 * slots * -(-length // block_size)
     quantized = None
     if config.quantize_kvcache:
         quantized = {"int8": jnp.int8, "int4": jnp.int4}[config.kv_quant_dtype]
@@ -32,8 +32,8 @@ def make_cache_config(programs: Programs, slots: int, length: int) -> CacheConfi
         slots,
         length,
         dtype=config.dtype.value,
-        page_size=page_size,
-        num_pages=num_pages,
+        block_size=block_size,
+        num_blocks=num_blocks,
         quantized=quantized,
         scale_by_head=config.kv_quant_axis.value == "dkv",
         context=programs.build,
@@ -61,7 +61,7 @@ def fit_slots(
 def check_cache(programs: Programs, cache_config: CacheConfig) -> None:
     """Raise ConfigError if keys configure the cache of a model that has none."""
     config = programs.config
-    has_options = cache_config.page_size is not None or cache_config.quantized is not None
+    has_options = cache_config.block_size is not None or cache_config.quantized is not None
     if programs.has_caches or not has_options:
         return
     reason = "some layer has no cache"
@@ -93,8 +93,8 @@ def build_prefix_cache(config: MaxTextConfig, executor: Executor) -> PrefixCache
                 "are both less"
             )
     return PrefixCache(
-        BlockPool(cache_config.total_pages),
-        cache_config.tokens_per_page,
+        BlockPool(cache_config.total_blocks),
+        cache_config.tokens_per_block,
         max_idle_blocks=max_idle,
         max_host_blocks=max_host,
         store=executor,

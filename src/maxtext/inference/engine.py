@@ -116,7 +116,7 @@ class InferenceEngine:
 
     def max_sequence_length(self) -> int:
         limit = self.programs.config.pagedattn_max_pages_per_group
-        is_limited = self.cache_config.page_size is not None and limit > 0
+        is_limited = self.cache_config.block_size is not None and limit > 0
         max_blocks = limit if is_limited else self.batches.max_blocks
         max_blocks = min(max_blocks, self.prefix_cache.pool.num_blocks)
         return min(self.cache_config.length, max_blocks * self.batches.block_size)

@@ -39,7 +39,7 @@ class Executor:
             self.state: EngineState = programs.init_state(cache_config)
             self.processors: ProcessorState | None = None  # once a request uses one
             self.reads_in_place = reads_blocks_in_place(self.state.caches)
-        self.contiguous = cache_config.page_size is None  # slot n has block n, and no other
+        self.contiguous = cache_config.block_size is None  # slot n has block n, and no other
         # On accelerators compilation is slow, so there are few programs; and in a loop that may end
         # early, a GPU waits for the host before each step.
         self.few_programs = programs.build.platform != "cpu"
@@ -74,7 +74,7 @@ class Executor:
             self.processors = self.programs.set_processors(self.processors, slot, row)
 
     def batch_builder(self) -> BatchBuilder:
-        block_size = self.cache_config.tokens_per_page
+        block_size = self.cache_config.tokens_per_block
         return BatchBuilder(
             num_slots=self.cache_config.slots,
             max_blocks=-(-self.cache_config.length // block_size),

@@ -68,13 +68,13 @@ def paged_kernel_unsupported_reason(spec: AttentionSpec, cache_config: CacheConf
     context = cache_config.context
     if context.num_devices > 1:
         return "the kernel for paged attention runs on one device"
-    page = cache_config.tokens_per_page
+    block_size = cache_config.tokens_per_block
     dtype = jnp.dtype(cache_config.quantized or cache_config.dtype)
-    num_bytes = cache_config.total_pages * page * spec.kv_heads * spec.head_dim
+    num_bytes = cache_config.total_blocks * block_size * spec.kv_heads * spec.head_dim
     if dtype.itemsize == 1 and 2**31 < num_bytes <= 2**32:
         return f"it cannot address {num_bytes} bytes of keys"
     return paged_attention.unsupported_reason(
-        spec.head_dim, page, dtype.name, context.platform, context.capability
+        spec.head_dim, block_size, dtype.name, context.platform, context.capability
     )
 
 
@@ -226,18 +226,18 @@ class Attention(Sublayer):
     def attend_in_place(
         self, q: jax.Array, k: jax.Array, v: jax.Array, inputs: LayerInputs
     ) -> tuple[jax.Array, Aux]:
-        """The context of one token a row, by the kernel that reads and writes the pages in place.
+        """The context of one token a row, by the kernel that reads and writes the blocks in place.
 
         Paged caches hold full-attention layers only, so no window mask is applied.
         """
         spec, cache = self.spec, inputs.cache
         assert inputs.block_table is not None
         q, k, v = self.constrain_qkv(q, k, v, inputs)
-        stored, _ = round_trip(cache.pages, {KEY: k, VALUE: v})
-        context, pages = paged_attention.paged_attention(
+        stored, _ = round_trip(cache.blocks, {KEY: k, VALUE: v})
+        context, blocks = paged_attention.paged_attention(
             q[:, 0],
             {name: array[:, 0] for name, array in stored.items()},
-            cache.pages,
+            cache.blocks,
             inputs.block_table,
             inputs.positions[:, 0],
             scale=spec.scale,
@@ -245,7 +245,7 @@ class Attention(Sublayer):
             sinks=None if self.sinks is None else self.sinks[...],
             block=spec.paged_kernel_block or paged_attention.BLOCK,
         )
-        aux: Aux = {"cache": replace(cache, pages=pages)}
+        aux: Aux = {"cache": replace(cache, blocks=blocks)}
         return self.constrain_context(context[:, None]), aux
 
     def constrain_qkv(self, q: jax.Array, k: jax.Array, v: jax.Array, inputs: LayerInputs) -> QKV:

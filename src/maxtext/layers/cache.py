@@ -4,16 +4,16 @@ A sublayer that is called with its cache (`LayerInputs.cache`) calls `update` wi
 values of the new tokens, attends to the view that it gets back, and reports the new cache as
 "cache". Position -1 is padding: such queries are ignored, and such cache entries are empty.
 
-- `PagedKVCache`, for full attention: name -> [P, page, ...], a pool of pages that all sequences of
-  the batch share. `LayerInputs.block_table` [B, C] lists the pages of each row in order, so the
-  token at position p is in page block_table[p // page] at offset p % page. In rows that hold
-  several sequences (segments), row s - 1 of the table is that of segment s.
+- `PagedKVCache`, for full attention: name -> [P, block_size, ...], a pool of blocks that all
+  sequences of the batch share. `LayerInputs.block_table` [B, C] lists the blocks of each row in
+  order, so the token at position p is in block_table[p // block_size] at offset p % block_size. In
+  rows that hold several sequences (segments), row s - 1 of the table is that of segment s.
 - `SlidingWindowKVCache`, for windows and chunks: name -> [B, W, ...], a ring buffer. The token at
   position p is at p mod W, and `position` [B, W] says which position an entry has.
 - `RecurrentState`, of a fixed size: name -> [B, ...], updated by the sublayer itself.
 
 Quantized caches also have an array name + "_scale" for each name. Shapes: B batch, S new tokens,
-T keys that a view holds, W window, P pages.
+T keys that a view holds, W window, P blocks.
 """
 
 from collections.abc import Mapping
@@ -41,21 +41,21 @@ class CacheConfig:
     slots: int  # sequences at a time
     length: int  # tokens of a sequence, at most
     dtype: Any
-    page_size: int | None = None  # tokens; None: `length`, one page for each slot
-    num_pages: int | None = None  # of all slots together; None: enough for each
+    block_size: int | None = None  # tokens; None: `length`, one block for each slot
+    num_blocks: int | None = None  # of all slots together; None: enough for each
     quantized: Any = None  # int8 or int4, with a scale for each token
     scale_by_head: bool = False  # a scale for each head of each token
     context: BuildContext = REFERENCE
 
     @property
-    def tokens_per_page(self) -> int:
-        return self.length if self.page_size is None else self.page_size
+    def tokens_per_block(self) -> int:
+        return self.length if self.block_size is None else self.block_size
 
     @property
-    def total_pages(self) -> int:
-        if self.num_pages is not None:
-            return self.num_pages
-        return self.slots * -(-self.length // self.tokens_per_page)
+    def total_blocks(self) -> int:
+        if self.num_blocks is not None:
+            return self.num_blocks
+        return self.slots * -(-self.length // self.tokens_per_block)
 
 
 @dataclass(frozen=True)
@@ -97,43 +97,43 @@ class KVView:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class PagedKVCache:
-    pages: Arrays  # name -> [P, page, ...]
-    # Whether decode steps read the pages in place, by the kernel for paged attention.
+    blocks: Arrays  # name -> [P, block_size, ...]
+    # Whether decode steps read the blocks in place, by the kernel for paged attention.
     in_place: bool = field(default=False, metadata={"static": True})
 
     @classmethod
     def empty(cls, cache_config: CacheConfig, shapes: Shapes, in_place: bool = False):
-        pages = empty_arrays(
-            cache_config.total_pages, cache_config.tokens_per_page, cache_config, shapes
+        blocks = empty_arrays(
+            cache_config.total_blocks, cache_config.tokens_per_block, cache_config, shapes
         )
-        return cls(pages, in_place)
+        return cls(blocks, in_place)
 
     @property
-    def page_size(self) -> int:
-        return next(iter(self.pages.values())).shape[1]
+    def block_size(self) -> int:
+        return next(iter(self.blocks.values())).shape[1]
 
     def rows(self, slots: jax.Array) -> "PagedKVCache":
-        """The cache of some slots: all share the pages."""
+        """The cache of some slots: all share the blocks."""
         return self
 
     def set_rows(self, slots: jax.Array, rows: "PagedKVCache") -> "PagedKVCache":
         return rows
 
     def update(self, new: Arrays, inputs: LayerInputs) -> "tuple[KVView, PagedKVCache]":
-        stored, seen = round_trip(self.pages, new)
-        pages = self.write(stored, inputs)
-        cache = replace(self, pages=pages)
+        stored, seen = round_trip(self.blocks, new)
+        blocks = self.write(stored, inputs)
+        cache = replace(self, blocks=blocks)
         if inputs.is_first_chunk:
             return KVView(seen), cache
         assert inputs.block_table is not None
         batch = inputs.positions.shape[0]
-        kv_len = inputs.max_kv_len or inputs.block_table.shape[1] * self.page_size
+        kv_len = inputs.max_kv_len or inputs.block_table.shape[1] * self.block_size
         if inputs.contiguous:
-            stored = {name: x[:, :kv_len] for name, x in pages.items()}
+            stored = {name: x[:, :kv_len] for name, x in blocks.items()}
         else:
-            columns = inputs.block_table[:, : -(-kv_len // self.page_size)]
+            columns = inputs.block_table[:, : -(-kv_len // self.block_size)]
             stored = {
-                name: x[columns].reshape(batch, -1, *x.shape[2:]) for name, x in pages.items()
+                name: x[columns].reshape(batch, -1, *x.shape[2:]) for name, x in blocks.items()
             }
         # Entries beyond a row's last token belong to nobody or to another row: the causal mask
         # hides them.
@@ -142,18 +142,18 @@ class PagedKVCache:
         return KVView(load_all(stored, new), positions), cache
 
     def write(self, stored: Arrays, inputs: LayerInputs) -> Arrays:
-        """The pages with new tokens [B, S, ...] at their positions."""
+        """The blocks with new tokens [B, S, ...] at their positions."""
         assert inputs.block_table is not None
-        num_pages, page_size = next(iter(self.pages.values())).shape[:2]
-        column = jnp.maximum(inputs.positions, 0) // page_size
+        num_blocks, block_size = next(iter(self.blocks.values())).shape[:2]
+        column = jnp.maximum(inputs.positions, 0) // block_size
         if inputs.segments is None:
-            page = jnp.take_along_axis(inputs.block_table, column, axis=1)
+            block = jnp.take_along_axis(inputs.block_table, column, axis=1)
         else:
-            page = inputs.block_table[jnp.maximum(inputs.segments - 1, 0), column]
-        page = jnp.where(inputs.positions >= 0, page, num_pages)  # out of bounds: not written
-        offset = inputs.positions % page_size
+            block = inputs.block_table[jnp.maximum(inputs.segments - 1, 0), column]
+        block = jnp.where(inputs.positions >= 0, block, num_blocks)  # out of bounds: not written
+        offset = inputs.positions % block_size
         return {
-            name: constrain_cache(name, self.pages[name].at[page, offset].set(x, mode="drop"))
+            name: constrain_cache(name, self.blocks[name].at[block, offset].set(x, mode="drop"))
             for name, x in stored.items()
         }
 
@@ -225,7 +225,7 @@ def empty_kv_cache(
 ) -> KVCache:
     """An empty cache of named arrays; `shapes` are those of one token.
 
-    A ring buffer if a query never attends to all `cache_config.length` tokens, else pages."""
+    A ring buffer if a query never attends to all `cache_config.length` tokens, else blocks."""
     window = min(
         cache_config.length, mask.window or cache_config.length, mask.chunk or cache_config.length
     )

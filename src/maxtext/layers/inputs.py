@@ -27,8 +27,8 @@ class LayerInputs:
     cache: Any = None  # of the layer that is called, see cache.py
     # Whether the cache holds no earlier token of these sequences.
     is_first_chunk: bool = field(default=False, metadata={"static": True})
-    block_table: jax.Array | None = None  # [B, C], the pages of each row, or of each segment
-    # Whether row b of the batch has page b, and no other.
+    block_table: jax.Array | None = None  # [B, C], the blocks of each row, or of each segment
+    # Whether row b of the batch has block b, and no other.
     contiguous: bool = field(default=False, metadata={"static": True})
     # Upper bound of the segments in a row, padding included; 0: unknown.
     max_segments: int = field(default=0, metadata={"static": True})

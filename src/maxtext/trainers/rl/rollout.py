@@ -107,7 +107,7 @@ class RolloutEngine:
             logprobs_temperature=config.decode_sampling_temperature if config.use_grpo else 1.0,
         )
         self.tokenizer = load_tokenizer(config) if config.stop_strings else None
-        self.paged: dict[int, Programs] = {}  # by the number of pages
+        self.paged: dict[int, Programs] = {}  # by the number of blocks
         self.engine: InferenceEngine | None = None
 
     def sync(self, weights: Any, num_requests: int) -> None:
@@ -141,15 +141,15 @@ class RolloutEngine:
         has_keys = config.attention == "paged" or config.enable_prefix_caching
         if has_keys or not self.programs.has_caches or self.programs.build.only_platform != "gpu":
             return None
-        num_pages = slots * -(-length // PAGE_TOKENS)
-        if num_pages not in self.paged:
+        num_blocks = slots * -(-length // PAGE_TOKENS)
+        if num_blocks not in self.paged:
             keys = {
                 "attention": "paged",
                 "pagedattn_tokens_per_page": PAGE_TOKENS,
-                "pagedattn_num_pages": num_pages,
+                "pagedattn_num_pages": num_blocks,
             }
-            self.paged[num_pages] = replace(self.programs, config=config.model_copy(update=keys))
-        return self.paged[num_pages]
+            self.paged[num_blocks] = replace(self.programs, config=config.model_copy(update=keys))
+        return self.paged[num_blocks]
 
     def release(self) -> None:
         """Free the caches, and drop the weights."""
