@@ -195,6 +195,29 @@ def test_full_queue_and_deadlines(llm, monkeypatch):
         engine.close()
 
 
+def test_deadline_ends_a_stream_during_a_step(engine):
+    """A step may compile a program, which takes seconds."""
+    release = threading.Event()
+    engine.on_step = lambda _: release.wait(20)
+
+    async def consume():
+        start = time.monotonic()
+        prepared = engine.prepare(GenerationRequest("w5", SamplingParams(**LONG)))
+        stream = engine.submit_async(prepared, timeout=0.3)
+        with pytest.raises(EngineError, match="not finished after 0 seconds") as caught:
+            async for _ in stream:
+                pass
+        return caught.value.code, time.monotonic() - start
+
+    try:
+        code, seconds = asyncio.run(consume())
+    finally:
+        release.set()
+    assert code == "request_timeout"
+    assert 0.3 <= seconds < 10
+    wait_until(lambda: is_free(engine))
+
+
 def test_invalid_requests_are_refused_by_the_caller(engine):
     for request, param in (
         (GenerationRequest([5, 99]), "prompt"),

@@ -364,9 +364,7 @@ class AsyncEngine:
         self.checked_at = now
         for request_id, stream in list(self.streams.items()):
             if now > stream.deadline:
-                seconds = now - stream.submitted_at
-                message = f"the request is not finished after {seconds:.0f} seconds"
-                self.end(request_id, EngineError(message, "request_timeout"))
+                self.end(request_id, stream.timeout_error())
             elif stream.backlog > MAX_BACKLOG and now - stream.read_at > STALL_SECONDS:
                 message = f"no delta was read for {STALL_SECONDS:.0f} seconds"
                 self.end(request_id, EngineError(message, "slow_consumer"))

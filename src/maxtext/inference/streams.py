@@ -5,6 +5,7 @@ after the last delta of the last choice, or raise the error that ended the reque
 """
 
 import asyncio
+import math
 import queue
 import time
 from abc import ABC, abstractmethod
@@ -72,6 +73,11 @@ class BaseStream(ABC):
     def backlog(self) -> int:
         return self.num_put - self.num_read
 
+    def timeout_error(self) -> EngineError:
+        seconds = self.deadline - self.submitted_at
+        message = f"the request is not finished after {seconds:.0f} seconds"
+        return EngineError(message, "request_timeout")
+
     def receive(self, item: Any) -> CompletionDelta | None:
         """The delta of an item; None at the end. Raises the error that ended the request."""
         if item is END:
@@ -105,15 +111,27 @@ class CompletionStream(BaseStream):
 
 
 class AsyncCompletionStream(BaseStream):
-    """Iterate it with `async for` in the event loop that it was submitted from."""
+    """Iterate it with `async for` in the event loop that it was submitted from. It ends at its
+    deadline even if the engine's thread is in a step, which may compile a program.
+    """
 
     def __init__(self, *args: Any):
         super().__init__(*args)
         self.loop = asyncio.get_running_loop()
         self.items: asyncio.Queue[Any] = asyncio.Queue()
+        self.timer: asyncio.TimerHandle | None = None
+        if math.isfinite(self.deadline):
+            seconds = max(self.deadline - time.monotonic(), 0.0)
+            self.timer = self.loop.call_later(seconds, self.expire)
+
+    def expire(self) -> None:
+        self.put(self.timeout_error())
+        self.cancel()
 
     def put(self, item: Any) -> None:
         self.items.put_nowait(item)
+        if self.timer is not None and not isinstance(item, CompletionDelta):
+            self.timer.cancel()
 
     def __aiter__(self) -> "AsyncCompletionStream":
         return self
@@ -121,6 +139,8 @@ class AsyncCompletionStream(BaseStream):
     async def __anext__(self) -> CompletionDelta:
         if self.is_finished or (delta := self.receive(await self.items.get())) is None:
             raise StopAsyncIteration
+        if self.is_finished and self.timer is not None:
+            self.timer.cancel()
         return delta
 
 

@@ -19,6 +19,7 @@ def parser():
     """A model whose tokens are characters, of 40 tokens."""
     model = SimpleNamespace(
         max_length=40,
+        longest_token=8,
         sampling_defaults={"top_p": 0.9},
         encode=lambda text: list(text.encode()),
         # A character \x01 for each variable of the template.
@@ -43,12 +44,13 @@ def parser():
     [
         (b"{", "not JSON"),
         (b"[]", "object"),
-        (b"\xff\xfe", "not JSON"),
+        (b"\xff\xfe", "not UTF-8"),
+        (b'\xef\xbb\xbf{"a": 1}', "not JSON"),
         (b'{"a": NaN}', "NaN"),
         (b'{"a": 1e999}', "too large"),
         (b'{"a": "\\ud800"}', "surrogate"),
-        (b"[" * 100_000, "not JSON"),
-        (b'{"a": ' + b"9" * 5000 + b"}", "not JSON"),
+        (b"[" * 100_000, "nested too deeply"),
+        (b'{"a": ' + b"9" * 5000 + b"}", "too many digits"),
     ],
 )
 def test_body_that_is_no_standard_json_object_is_refused(data, reason):
@@ -85,6 +87,7 @@ def test_null_is_absent():
         ("stream_options", {"include_usage": True}),
         ("response_format", {"type": "yaml"}),
         ("best_of", 5),
+        ("best_of", True),
         ("logprobs", 21),
         ("prompt", []),
         ("prompt", [[1], "x"]),
@@ -175,6 +178,42 @@ def test_too_long_names_both_numbers(parser):
     assert caught.value.code == "context_length_exceeded"
     body = {"prompt": "x" * 35, "max_tokens": 6, "truncate_prompt_tokens": 3}
     assert parser.completion(body).requests[0].prompt == [120] * 3
+
+
+def test_long_text_is_refused_without_its_tokens(parser):
+    """Tokens of 8 characters at most: 321 characters are 41 tokens or more."""
+
+    def fail(text):
+        raise AssertionError("it was tokenized")
+
+    parser.model.encode = parser.model.tokenizer.encode_with_specials = fail
+    text = "x" * 321
+    for parse, body in (
+        (parser.completion, {"prompt": [text]}),
+        (parser.chat, {"messages": [{"role": "user", "content": text}]}),
+    ):
+        with pytest.raises(RequestError, match="40 tokens.* at least 41 tokens") as caught:
+            parse(body)
+        assert caught.value.code == "context_length_exceeded"
+    for longest, size in ((8, 320), (None, 321)):
+        parser.model.longest_token = longest
+        with pytest.raises(AssertionError, match="tokenized"):
+            parser.completion({"prompt": "x" * size})
+
+
+def test_default_of_max_tokens(parser):
+    """16 tokens, or what the maximum length leaves; 40 tokens leave none."""
+    for size, count in ((10, 16), (35, 5)):
+        (request,) = parser.completion({"prompt": "x" * size}).requests
+        assert request.params.max_new_tokens == count
+    with pytest.raises(RequestError, match="40 tokens") as caught:
+        parser.completion({"prompt": "x" * 40})
+    assert caught.value.code == "context_length_exceeded"
+
+
+def test_echo_is_the_truncated_prompt(parser):
+    body = {"prompt": ["abcdef", "gh"], "echo": True, "truncate_prompt_tokens": 3}
+    assert parser.completion(body).echoes == ("def", "gh")
 
 
 def test_reasoning_effort_none_disables_thinking(parser):

@@ -27,21 +27,30 @@ def parse_body(data: bytes) -> dict[str, Any]:
             json.dumps(body, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError as error:
         raise RequestError("the body has half of a surrogate pair, which is no text") from error
-    except (ValueError, RecursionError) as error:
-        raise RequestError(f"the body is not JSON: {str(error)[:200]}") from error
+    except UnicodeDecodeError as error:
+        message = f"the body is not UTF-8: byte {error.start} does not continue a character"
+        raise RequestError(message) from error
+    except RecursionError as error:
+        raise RequestError("the body is nested too deeply") from error
+    except json.JSONDecodeError as error:
+        raise RequestError(
+            f"the body is not JSON: {error.msg[:1].lower()}{error.msg[1:]} at character {error.pos}"
+        ) from error
+    except ValueError as error:  # of int()
+        raise RequestError("the body has a number of too many digits") from error
     if not isinstance(body, dict):
         raise RequestError("the body must be a JSON object")
     return {name: value for name, value in body.items() if value is not None}
 
 
 def refuse_constant(text: str) -> None:
-    raise ValueError(f"{text} is no JSON number")
+    raise RequestError(f"the body is not JSON: {text} is no number")
 
 
 def parse_finite(text: str) -> float:
     number = float(text)
     if not math.isfinite(number):
-        raise ValueError(f"{shorten(text)} is too large")
+        raise RequestError(f"the body has the number {shorten(text)}, which is too large")
     return number
 
 

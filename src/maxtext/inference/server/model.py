@@ -12,7 +12,7 @@ from maxtext.inference.llm import LLM
 from maxtext.inference.server.errors import NOT_FOUND, ApiError
 from maxtext.inference.validation import RequestError, shorten
 from maxtext.tokenizers import ChatTemplate, Tokenizer
-from maxtext.tokenizers.token_bytes import text_bytes
+from maxtext.tokenizers.token_bytes import concatenates, text_bytes
 
 # Fields of generation_config.json that are defaults of requests.
 SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -123,6 +123,16 @@ class ServedModel:
     def special_ids(self) -> dict[str, int]:
         """The special tokens of the vocabulary by name."""
         return {self.tokenizer.id_to_token(token): token for token in self.tokenizer.special_ids}
+
+    @cached_property
+    def longest_token(self) -> int | None:
+        """The most characters that a token can stand for; None if that has no limit, since an
+        unknown token may stand for any number of them.
+        """
+        tokenizer = self.tokenizer
+        if "unk_token" in tokenizer.special_tokens or not concatenates(tokenizer):
+            return None
+        return max(len(tokenizer.id_to_token(token)) for token in range(tokenizer.vocab_size))
 
     def token_text(self, token: int) -> str:
         """A token as text: what it adds to a text, or for special tokens its name. A part of a

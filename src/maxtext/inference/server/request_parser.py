@@ -162,20 +162,26 @@ class RequestParser:
             check_range("logprobs", logprobs, 0, self.max_logprobs, whole=True)
         fields = self.sampling_fields(body) | {"logprobs": logprobs}
         prompts = parse_prompts(body)
-        token_ids = [
-            self.truncate(body, self.model.encode(each) if isinstance(each, str) else each)
-            for each in prompts
-        ]
+        token_ids = []
+        for each in prompts:
+            if isinstance(each, str):
+                self.check_text_length(body, each)
+            token_ids.append(
+                self.truncate(body, self.model.encode(each) if isinstance(each, str) else each)
+            )
         requests = []
         for index, ids in enumerate(token_ids):
-            max_tokens = self.max_tokens(body, len(ids), DEFAULT_MAX_TOKENS, int(not echo))
+            default = min(DEFAULT_MAX_TOKENS, self.remaining(ids))
+            max_tokens = self.max_tokens(body, len(ids), default, int(not echo))
             if echo and (logprobs is not None or not max_tokens):
                 fields["prompt_logprobs"] = logprobs or 0
             seed = prompt_seed(fields["seed"], index)
             params = SamplingParams(**fields | {"max_new_tokens": max_tokens, "seed": seed})
             requests.append(self.generation_request(body, ids, params))
         echoes = tuple(
-            each if isinstance(each, str) else self.model.tokenizer.decode(ids)
+            each
+            if isinstance(each, str) and "truncate_prompt_tokens" not in body
+            else self.model.tokenizer.decode(ids)
             for each, ids in zip(prompts, token_ids, strict=True)
             if echo
         )
@@ -199,9 +205,9 @@ class RequestParser:
         fields["structured_outputs"] = self.chat_constraint(
             tools, reasoning, fields.get("structured_outputs")
         )
+        self.check_text_length(body, text)
         prompt_ids = self.truncate(body, self.model.tokenizer.encode_with_specials(text))
-        remaining = max(self.model.max_length - len(prompt_ids), 1)
-        max_tokens = self.max_tokens(body, len(prompt_ids), remaining, at_least=1)
+        max_tokens = self.max_tokens(body, len(prompt_ids), self.remaining(prompt_ids), at_least=1)
         params = SamplingParams(max_new_tokens=max_tokens, **fields)
         message_format = MessageFormat(tools, reasoning, self.model.tool_parser)
         special_ids = self.model.special_ids
@@ -288,8 +294,10 @@ class RequestParser:
     def sampling_fields(self, body: Body) -> dict[str, Any]:
         """Fields of SamplingParams. Without a seed, every request has another one."""
         given = {name: body[name] for name in SAMPLING_FIELDS if name in body}
-        if "best_of" in body and body["best_of"] != body.get("n", 1):
-            raise RequestError("best_of must be equal to n", "best_of")
+        if "best_of" in body:
+            check_whole_number("best_of", body["best_of"])
+            if body["best_of"] != body.get("n", 1):
+                raise RequestError("best_of must be equal to n", "best_of")
         if "response_format" in body:
             if "structured_outputs" in body:
                 raise RequestError(
@@ -315,6 +323,25 @@ class RequestParser:
                 "context_length_exceeded",
             )
         return count
+
+    def remaining(self, prompt_ids: Sequence[int]) -> int:
+        """How many tokens the maximum length leaves after a prompt; one if it leaves none."""
+        return max(self.model.max_length - len(prompt_ids), 1)
+
+    def check_text_length(self, body: Body, text: str) -> None:
+        """Raises RequestError for a text that exceeds the maximum length whatever its tokens are,
+        since it would take seconds for each megabyte to count them.
+        """
+        size = self.model.longest_token
+        if size is None or "truncate_prompt_tokens" in body:
+            return
+        at_least = -(-len(text) // size)
+        if at_least > self.model.max_length:
+            raise RequestError(
+                f"the maximum length is {self.model.max_length} tokens, but the prompt has at "
+                f"least {at_least} tokens",
+                code="context_length_exceeded",
+            )
 
     def truncate(self, body: Body, token_ids: list[int]) -> list[int]:
         """The last `truncate_prompt_tokens` ids; -1 is the maximum length."""
