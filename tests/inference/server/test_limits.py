@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import shutil
 import socket
 import ssl
@@ -220,6 +221,52 @@ def test_malformed_chunks(body):
     with serve(ReadingApp()) as address:
         head = b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
         check_error(exchange(address, head, body, pause=0.1), 400)
+
+
+class WaitingApp:
+    """Never responds, and notes that the client has left."""
+
+    def __init__(self):
+        self.started = threading.Event()
+        self.ended = threading.Event()
+
+    async def __call__(self, scope, receive, send):
+        self.started.set()
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self.ended.set()
+
+
+@pytest.mark.parametrize("num_waiting", [0, 1, 3])
+def test_client_that_leaves_with_pipelined_requests(num_waiting):
+    """The requests that wait for the first response do not hide the end of the connection."""
+    app = WaitingApp()
+    with serve(app) as address:
+        with socket.create_connection(address) as connection:
+            connection.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * (1 + num_waiting))
+            assert app.started.wait(10)
+        assert app.ended.wait(10)
+
+
+def test_pipelined_requests_have_responses_in_order():
+    """More than the server reads ahead."""
+    paths = [f"/{index}" for index in range(60)]
+    requests = [
+        f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{{}}" for path in paths
+    ]
+
+    async def echo_path(scope, receive, send):
+        while (await receive()).get("more_body"):
+            pass
+        body = f"<{scope['path']}>".encode()
+        headers = [(b"content-length", str(len(body)).encode())]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+    last = b"GET /end HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+    with serve(echo_path) as echo_address:
+        received = exchange(echo_address, "".join(requests).encode() + last).decode()
+    assert re.findall("<(.*?)>", received) == [*paths, "/end"]
 
 
 def test_client_that_does_not_read(monkeypatch):

@@ -15,6 +15,7 @@ HEAD_SECONDS = 30.0  # from the connection, or the first byte of a request, to t
 BODY_SECONDS = 35.0  # from there to the end of the body; the application gives up earlier
 STALL_SECONDS = 30.0  # in which a client reads nothing of a response that waits for it
 MAX_HEAD_BYTES = 64 * 1024
+MAX_PIPELINED = 16  # requests that may wait for a response before theirs while more is read
 
 
 class LimitedProtocol(HttpToolsProtocol):
@@ -29,6 +30,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self.in_head = True
         self.num_head_bytes = 0
         self.refusal = ApiError(400, "this is no valid HTTP request")
+        self.running: Any = None  # the cycle of the response in progress; `cycle` is the newest
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -38,6 +40,9 @@ class LimitedProtocol(HttpToolsProtocol):
         for timer in (self.request_timer, self.write_timer):
             if timer is not None:
                 timer.cancel()
+        if self.running is not None and not self.running.response_complete:
+            self.running.disconnected = True
+            self.running.message_event.set()
         super().connection_lost(exc)
 
     # Requests.
@@ -67,6 +72,13 @@ class LimitedProtocol(HttpToolsProtocol):
         self.in_head = False
         self.start_request_timer(BODY_SECONDS)
         super().on_headers_complete()
+        if self.pipeline and len(self.pipeline) <= MAX_PIPELINED:
+            self.flow.resume_reading()  # else the end of the connection would not be noticed
+
+    def _start_asgi_task(self, cycle: Any, app: Any) -> None:
+        """uvicorn calls it for a request, and at the end of a response for the next one."""
+        self.running = cycle
+        super()._start_asgi_task(cycle, app)
 
     def on_message_complete(self) -> None:
         if self.request_timer is not None:
