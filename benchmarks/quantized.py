@@ -23,10 +23,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxtext import LLM
-from maxtext.inference.cache_config import cache_size
+from maxtext.inference.cache_config import make_cache_config
 from maxtext.layers.inputs import LayerInputs
 from maxtext.models.configuration import load
-from maxtext.models.transformer import empty_caches
 from maxtext.trainers.data_loader import EvalDataLoader, open_eval_streams
 from maxtext.trainers.run_context import RunContext
 
@@ -52,18 +51,16 @@ def batches(run: Path) -> Iterator[dict[str, np.ndarray]]:
     if streams is None:
         raise SystemExit(f"{run} has no evaluation data: train with eval_interval above 0")
     count = config.eval_steps if config.eval_steps > 0 else None  # None: all batches
-    for batch in itertools.islice(EvalDataLoader(context, streams)(), count):
+    for batch in itertools.islice(EvalDataLoader(context, streams, lambda batch: batch)(), count):
         yield {name: np.asarray(field) for name, field in batch.items()}
 
 
 def perplexity(llm: LLM, data: list[dict[str, np.ndarray]]) -> float:
-    config = llm.config
-
     def total_loss(weights: Any, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
         """The sum of the losses of all targets, and their number."""
         rows, length = batch["inputs"].shape
-        caches = empty_caches(config, cache_size(config, rows, length))
-        assert caches is not None, "this model has no cache"
+        cache_config = make_cache_config(llm.programs, rows, length)
+        caches = llm.programs.runner.init_caches(cache_config)
         positions = jnp.where(batch["inputs_segmentation"] > 0, jnp.arange(length), -1)
         inputs = LayerInputs(
             positions,

@@ -62,11 +62,12 @@ def checksum(prompts, completions, **columns):
 
 
 def write_prompts(path: Path, case: dict[str, Any], steps: int) -> list[dict[str, str]]:
-    """Prompts of one length for all steps, of words that are one token each."""
+    """Prompts of one length, of words that are one token each, and more than all steps read: a
+    prompt that occurs twice in a batch would be prefilled once, by another program."""
     rng = random.Random(0)
     rows = [
         {"prompt": " ".join(f"w{rng.randrange(NUM_WORDS)}" for _ in range(case["prompt"]))}
-        for _ in range(case["prompts"] * steps)
+        for _ in range(2 * case["prompts"] * steps)
     ]
     path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     return rows

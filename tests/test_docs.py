@@ -1,6 +1,7 @@
 """The documents name files, functions and implementations that exist, and their links resolve."""
 
 import ast
+import importlib.util
 import re
 from functools import cache
 from pathlib import Path
@@ -50,6 +51,25 @@ def test_named_files_and_functions_exist(page):
         file = find_file(path)
         if file is None or (name and name not in definitions(file)):
             missing.append(f"{path}:{name}" if name else path)
+    assert not missing
+
+
+@pytest.mark.parametrize("folder", ["benchmarks", "examples"])
+def test_programs_import_names_that_exist(folder):
+    missing = []
+    for path in sorted((ROOT / folder).glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith(
+                "maxtext"
+            ):
+                continue
+            module = importlib.import_module(node.module)
+            missing += [
+                f"{path.name}: {node.module}.{alias.name}"
+                for alias in node.names
+                if not hasattr(module, alias.name)
+                and importlib.util.find_spec(f"{node.module}.{alias.name}") is None
+            ]
     assert not missing
 
 

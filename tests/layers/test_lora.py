@@ -10,13 +10,13 @@ import pytest
 from flax import nnx
 
 from maxtext.common import hash_rng
-from maxtext.common.trees import merge_dicts
+from maxtext.common.trees import flatten_dict, merge_dicts
 from maxtext.configs.sources import from_python
 from maxtext.layers.adapters import AdapterInputs, AdapterSpec, AdapterTarget, use_adapter_inputs
 from maxtext.layers.context import BuildContext
 from maxtext.layers.inputs import LayerInputs
 from maxtext.layers.linear import Linear, LoRALinear, build_linear, project
-from maxtext.layers.lora import init_magnitudes, split_adapter
+from maxtext.layers.lora import MAGNITUDE, init_magnitudes, split_adapter
 from maxtext.layers.parameters import Initializer
 from maxtext.layers.quantized import quantize_weights
 from maxtext.layers.specs import MoeSpec, RouterSpec
@@ -186,6 +186,22 @@ def test_new_adapter_changes_no_bit_of_the_logits(scan):
     config, template, base, adapter = model(scan, SOME_LAYERS)
     before = logits(make_template(config), base)
     np.testing.assert_array_equal(logits(template, merge_dicts(base, adapter)), before)
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_factors_cast_before_a_loop_give_the_same_logits(dora):
+    """Only DoRA reads factors in the dtype in which they are stored."""
+    config = load(None, from_python(TINY | {"dtype": "bfloat16", "scan_layers": False}))
+    spec = replace(SOME_LAYERS, dora=dora)
+    template = make_template(config, build_context(config, adapters=spec))
+    _, _, base, adapter = model(False, spec)
+    weights = merge_dicts(base, filled(adapter))
+    cast = template.cast(weights)
+    expected = jnp.float32 if dora else jnp.bfloat16
+    _, cast_adapter = split_adapter(cast)
+    factors = [x for name, x in flatten_dict(cast_adapter).items() if name[-1] != MAGNITUDE]
+    assert {x.dtype for x in factors} == {jnp.dtype(expected)}
+    np.testing.assert_array_equal(logits(template, cast), logits(template, weights))
 
 
 def test_stacked_and_unrolled_layers_with_different_ranks_agree():

@@ -278,6 +278,7 @@ class Programs:
         """The states after `num_steps` more tokens, and the tokens [T, N], or [T, R] if the batch
         selects R slots.
         """
+        weights = self.template.cast(weights)
         positions = jnp.where(batch.finished_mask, INACTIVE, state.positions)
         state = all_slots = replace(state, positions=positions)
         if batch.slots is not None:

@@ -57,14 +57,15 @@ class LowRank:
         self.dropout_name = zlib.crc32("/".join(initializer.paths).encode())
         in_axes, out_axes = tuple(axes[: self.in_dims]), tuple(axes[self.in_dims :])
         spec, columns = adapter.spec, adapter.rank * (adapter.slots or 1)
+        cast_to = None if spec.dora else dtype  # DoRA's norm is computed from the factors as stored
         a_shape = (*in_shape, columns)
         if spec.slots:
             a = jnp.zeros(a_shape, spec.dtype)
         else:
             a = initial_a(initializer, a_shape, spec)
-        self.lora_a = adapter_param(a, (*in_axes, None))
+        self.lora_a = adapter_param(a, (*in_axes, None), cast_to)
         b = jnp.zeros((columns, *out_shape), spec.dtype)
-        self.lora_b = adapter_param(b, (None, *out_axes))
+        self.lora_b = adapter_param(b, (None, *out_axes), cast_to)
         magnitude = factor = None
         if spec.dora and spec.slots:
             ones = jnp.ones((spec.slots + 1, *out_shape), jnp.float32)
@@ -258,8 +259,9 @@ class SavedCopies(nnx.Module):
         return y
 
 
-def adapter_param(value: jax.Array, axes: Sequence[str | None]) -> nnx.Param:
-    return nnx.Param(value, axes=tuple(axes), trained=True, fixed_dtype=True)
+def adapter_param(value: jax.Array, axes: Sequence[str | None], cast_to: Any = None) -> nnx.Param:
+    """`cast_to`: the dtype to which the layer casts the values before it uses them."""
+    return nnx.Param(value, axes=tuple(axes), trained=True, fixed_dtype=True, cast_to=cast_to)
 
 
 def initial_a(

@@ -246,6 +246,12 @@ class Template:
             branch[path[-1]] = read(variable.get_metadata())
         return tree
 
+    def cast(self, weights: Tree) -> Tree:
+        """The weights, with those that their layers cast before they use them already cast. A loop
+        would cast them in every iteration."""
+        dtypes = self.metadata(lambda metadata: metadata.get("cast_to") or "")
+        return jax.tree.map(lambda dtype, w: w.astype(dtype) if dtype else w, dtypes, weights)
+
     def bind(self, weights: Tree) -> Any:
         """The model with these weights."""
         state = jax.tree.map(lambda value: value, self.state)
