@@ -244,6 +244,25 @@ def test_layers_of_one_module_with_different_factors_are_written_as_blocks(bases
     assert not merged_weight(again, "layers/0/attention/key", zeros, key).any()
 
 
+def test_layers_of_one_module_share_a_factor(bases):
+    modules = ModelModules.of(settings_of(bases("Phi3")))
+    groups = [("query", "key", "value"), ("wi_0", "wi_1")]
+    attention, mlp = ([f"layers/0/{part}/{name}" for name in names] for part, names in
+                      zip(("attention", "mlp"), groups, strict=True))  # fmt: skip
+    paths = [*attention, *mlp, "layers/0/mlp/wo"]
+    assert set(map(frozenset, modules.shared_layers(paths))) == {
+        frozenset(attention),
+        frozenset(mlp),
+    }
+    assert modules.shared_layers(["layers/0/mlp/wo"]) == ()
+    assert modules.shared_layers(paths[1:]) == ()  # query has none
+    assert ModelModules.of(settings_of(bases("Llama"))).shared_layers(paths) == ()
+    spec = AdapterSpec((), shared=modules.shared_layers(paths))
+    first = spec.shared[0][0]
+    assert spec.source([first]) is None
+    assert spec.source([spec.shared[0][1]]) == first.rpartition("/")[2]
+
+
 def test_fused_layer_has_the_adapters_of_its_modules(bases, tmp_path):
     base = bases("Llama")
     arrays = factors("model.layers.0.self_attn.q_proj", 16, 16)

@@ -7,6 +7,7 @@ import math
 import jax
 import numpy as np
 import pytest
+import safetensors.numpy
 
 from maxtext import tune
 from maxtext.checkpoint.open import open_checkpoint
@@ -210,6 +211,34 @@ def test_adapters_train_as_with_peft(folder, peft_adapter):
     run = tune.sft(folder, CHATS, steps=2, lora_restore_path=str(path), **EXACT)
     np.testing.assert_allclose(losses_of(run), expected, rtol=1e-5)
     np.testing.assert_allclose(run.model.logits(PROBE), probe(model), atol=1e-4)
+
+
+@pytest.mark.slow
+def test_layers_of_one_module_share_a_factor(tmp_path):
+    """query, key and value are one module of Phi-3, as are gate and up: their adapters have one A,
+    which is trained with the sum of their gradients."""
+    peft = pytest.importorskip("peft")
+    base = write_bpe(tmp_path / "base", VOCABULARY)
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
+    config = transformers.Phi3Config(
+        vocab_size=VOCABULARY, pad_token_id=0, num_key_value_heads=2, **sizes
+    )
+    transformers.Phi3ForCausalLM(config).save_pretrained(base)
+    targets = ["qkv_proj", "gate_up_proj"]
+    keys = EXACT | {"lora_rank": 4, "lora_alpha": 8, "lora_target_modules": targets}
+    tune.sft(base, CHATS, steps=1, **keys).model.save_adapter(start := tmp_path / "start")
+    settings = json.loads((start / "adapter_config.json").read_text())
+    assert settings["r"] == 4
+    assert not settings["rank_pattern"]
+    model = peft.PeftModel.from_pretrained(torch_model(base), start, is_trainable=True)
+    expected = train(model, [sft_loss(base, CHATS[:2]), sft_loss(base, CHATS[2:])])
+    run = tune.sft(base, CHATS, steps=2, lora_restore_path=str(start), **EXACT)
+    np.testing.assert_allclose(losses_of(run), expected, rtol=1e-5)
+    run.model.save_adapter(tmp_path / "end")
+    written = safetensors.numpy.load_file(tmp_path / "end" / "adapter_model.safetensors")
+    for name, weight in peft.get_peft_model_state_dict(model).items():
+        np.testing.assert_allclose(written[name], weight.numpy(), atol=1e-5)
 
 
 @pytest.mark.slow

@@ -2,7 +2,7 @@
 correspond to: by name on both sides.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -10,6 +10,7 @@ from maxtext.checkpoint.adapter_parameters import ParameterRule
 from maxtext.checkpoint.adapter_rules import WEIGHT, LinearShape, ModuleRule
 from maxtext.checkpoint.open import model_param_infos
 from maxtext.checkpoint.weights import ParamInfo
+from maxtext.common.errors import UserError
 from maxtext.common.trees import flatten_dict
 from maxtext.configs.sources import suggest
 from maxtext.configs.types import MaxTextConfig
@@ -132,6 +133,18 @@ class ModelModules:
             for path in rule.native:
                 by_native.setdefault(path, rule)
         return by_native
+
+    def shared_layers(self, targets: Collection[str]) -> tuple[tuple[str, ...], ...]:
+        """The layers with adapters that are one HF module, whose A they share. None share if some
+        are only a part of their module."""
+        try:
+            split = [rule for rule in self.rules if len(rule.hf) == 1 and len(rule.native) > 1]
+        except UserError:  # the family has no HF architecture
+            return ()
+        counts = {rule.native: sum(path in targets for path in rule.native) for rule in split}
+        if any(0 < count < len(native) for native, count in counts.items()):
+            return ()
+        return tuple(native for native, count in counts.items() if count)
 
     @cached_property
     def saved_rules(self) -> dict[str, BoundRule]:

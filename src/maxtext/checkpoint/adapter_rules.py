@@ -7,8 +7,8 @@ the rank, arranges A [r, in] (or B [out, r]): rows and columns are copied, never
 
 A module of one side may be several of the other:
 - one HF module, several native layers (qkv_proj -> query, key, value): each layer has a copy of A,
-  and its rows of B. Layers that were trained with different A are written as one adapter of their
-  total rank, in which B is zero outside the block of each layer.
+  and its rows of B. Layers with different A, of which some have no adapter, are written as one
+  adapter of their total rank, in which B is zero outside the block of each layer.
 - several HF modules, one native layer (q_proj, k_proj, v_proj -> qkv): the other way around.
 - several HF modules, one for each expert: they are stacked.
 """

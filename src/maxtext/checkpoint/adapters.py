@@ -59,6 +59,7 @@ def adapter_spec(config: MaxTextConfig) -> AdapterSpec | None:
         dora=config.lora_use_dora,
         dropout=config.lora_dropout,
         init=config.lora_init,
+        shared=modules.shared_layers(paths),
     )
 
 

@@ -115,6 +115,7 @@ class AdapterReader:
             dora=self.lora.use_dora,
             dropout=self.lora.lora_dropout,
             saved=tuple(MODULE_OF[name] for name in copies),
+            shared=self.modules.shared_layers(targets),
         )
         return Adapter(spec, tensors, copies, dict(settings))
 

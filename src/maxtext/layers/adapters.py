@@ -8,6 +8,9 @@ frozen.
 
 Layers of a stack share one module, so those that lack an adapter, or have one of a lower rank, are
 padded: zeros in A and B have no gradient, and a scale of zero has no effect.
+
+Layers that are one module of the Hugging Face model, as query, key and value of Phi-3's qkv_proj,
+share A: the others have copies of that of the first, which training keeps equal.
 """
 
 import contextlib
@@ -53,8 +56,9 @@ class AdapterSpec:
     """The adapters of a model.
 
     `saved` are modules (head, embedder) that are trained in full together with adapters, PEFT's
-    modules_to_save. With `slots`, the model serves that many adapters at a time: its parameters
-    hold all of them (see lora.py), and each sequence has the index of its adapter, counted from 1.
+    modules_to_save. `shared` are the paths of sibling layers with one A. With `slots`, the model
+    serves that many adapters at a time: its parameters hold all of them (see lora.py), and each
+    sequence has the index of its adapter, counted from 1.
     """
 
     targets: tuple[tuple[str, AdapterTarget], ...]
@@ -64,6 +68,7 @@ class AdapterSpec:
     init: str = KAIMING
     dtype: str = "float32"
     saved: tuple[str, ...] = ()
+    shared: tuple[tuple[str, ...], ...] = ()
     slots: int = 0
 
     @cached_property
@@ -82,6 +87,16 @@ class AdapterSpec:
         rank = max(target.rank for target in targets if target)
         scales = tuple(0.0 if target is None else self.scale(target) for target in targets)
         return LayerAdapter(self, rank, scales)
+
+    @cached_property
+    def source_by_path(self) -> dict[str, str]:
+        """The name of the sibling that A of a layer is a copy of, by the path of the layer."""
+        return {path: group[0].rpartition("/")[2] for group in self.shared for path in group[1:]}
+
+    def source(self, paths: Sequence[str]) -> str | None:
+        """That of the module at these paths; None if its A is its own."""
+        sources = (self.source_by_path.get(path) for path in paths)
+        return next((source for source in sources if source), None)
 
     def saves(self, path: str) -> bool:
         """Whether the parameter at this path belongs to a module that is trained in full."""

@@ -33,7 +33,7 @@ from maxtext.layers.parameters import Initializer, Template, Tree
 from maxtext.layers.weight_layout import WeightLayout
 
 PREFIX = "lora_"  # of the parameters of adapters
-MAGNITUDE = "lora_magnitude"
+A, MAGNITUDE = "lora_a", "lora_magnitude"
 
 
 class LowRank:
@@ -64,6 +64,7 @@ class LowRank:
         else:
             a = initial_a(initializer, a_shape, spec)
         self.lora_a = adapter_param(a, (*in_axes, None), cast_to)
+        self.lora_a.set_metadata(copy_of=spec.source(initializer.paths))
         b = jnp.zeros((columns, *out_shape), spec.dtype)
         self.lora_b = adapter_param(b, (None, *out_axes), cast_to)
         magnitude = factor = None
@@ -268,7 +269,7 @@ def initial_a(
     initializer: Initializer, shape: Sequence[int], spec: AdapterSpec, inputs: int | None = None
 ) -> jax.Array:
     """[*in_shape, R], or more dimensions before the inputs."""
-    normal = initializer.standard_normal("lora_a", tuple(shape))
+    normal = initializer.standard_normal(A, tuple(shape))
     if spec.init == GAUSSIAN:
         return (normal / shape[-1]).astype(spec.dtype)
     uniform = 2 * jax.scipy.special.ndtr(normal) - 1
@@ -313,6 +314,41 @@ def split_adapter(tree: Tree) -> tuple[Tree, Tree]:
         if adapter_branch:
             adapter[name] = adapter_branch
     return base, adapter
+
+
+def copy_sources(template: Template) -> Tree:
+    """Of each weight, the name of the sibling module whose weight it is a copy of, or None; see
+    `AdapterSpec.shared`."""
+    return template.metadata(lambda metadata: metadata.get("copy_of"))
+
+
+def sum_copies(gradients: Tree, sources: Tree) -> Tree:
+    """Gradients with the sum of all copies at their source, and zeros at the copies."""
+    summed = {
+        name: sum_copies(branch, sources[name]) if isinstance(branch, dict) else branch
+        for name, branch in gradients.items()
+    }
+    for name, source in copies_in(summed, sources):
+        summed[source][A] += summed[name][A]
+        summed[name][A] = jnp.zeros_like(summed[name][A])
+    return summed
+
+
+def update_copies(weights: Tree, sources: Tree) -> Tree:
+    """Weights with the values of their sources in the copies."""
+    updated = {
+        name: update_copies(branch, sources[name]) if isinstance(branch, dict) else branch
+        for name, branch in weights.items()
+    }
+    for name, source in copies_in(updated, sources):
+        updated[name][A] = updated[source][A]
+    return updated
+
+
+def copies_in(branch: Tree, sources: Tree) -> list[tuple[str, str]]:
+    """(copy, source) of the modules in a branch of a tree."""
+    modules = {name: sources[name] for name in branch if isinstance(sources[name], dict)}
+    return [(name, module[A]) for name, module in modules.items() if isinstance(module.get(A), str)]
 
 
 def init_magnitudes(template: Template, weights: Tree) -> Tree:

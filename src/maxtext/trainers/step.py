@@ -18,6 +18,7 @@ import optax
 from maxtext.common.trees import merge_dicts
 from maxtext.configs.types import MaxTextConfig
 from maxtext.layers import aux_names
+from maxtext.layers.lora import copy_sources, sum_copies, update_copies
 from maxtext.optimizers import clip_by_global_norm, global_norm
 from maxtext.sharding.explicit import auto_sharded, auto_sharded_like_first, zeros_like
 from maxtext.sharding.state import to_device
@@ -89,11 +90,13 @@ def make_train_step(
     in which the optimizer updates them."""
     config = objective.config
     trained = optimized_mask(config, objective.template)
+    sources = select(copy_sources(objective.template), trained)
 
     def train_step(state: TrainState, batch: Batch, key: jax.Array) -> tuple[TrainState, Metrics]:
         stop_flag = jnp.max(batch[STOP_FLAG]) if STOP_FLAG in batch else None
         batch = {name: field for name, field in batch.items() if name != STOP_FLAG}
         gradients, report = compute_gradients(objective, trained, state, batch, key)
+        gradients = sum_copies(gradients, sources)
         if config.parameter_memory_host_offload:
             gradients = to_device(gradients)
             state = replace(state, weights=to_device(state.weights))
@@ -111,6 +114,7 @@ def make_train_step(
         )
         # Weight decay would change weights without a gradient.
         trained_weights = optax.apply_updates(trained_weights, zero_unless_trained(config, updates))
+        trained_weights = update_copies(trained_weights, sources)
         weights = merge_dicts(trained_weights, select(state.weights, trained, keep=False))
         if not (trains_only_indexers(config) or has_adapters(config)):
             weights = auto_sharded_like_first(

@@ -12,7 +12,7 @@ from maxtext.checkpoint.open import Checkpoint, model_param_infos
 from maxtext.checkpoint.peft_folder import read_adapter
 from maxtext.checkpoint.quantized import load_base
 from maxtext.common.trees import merge_dicts
-from maxtext.layers.lora import init_magnitudes, split_adapter
+from maxtext.layers.lora import copy_sources, init_magnitudes, split_adapter, update_copies
 from maxtext.layers.quantized import initial_quantizer
 from maxtext.models.transformer import build_context, initial_weights
 from maxtext.sharding import use_rules
@@ -56,7 +56,8 @@ def initial_adapter(context: RunContext, base: Any) -> Any:
     build = build_context(config, adapters=context.adapters)
 
     def fresh(base: Any) -> Any:
-        adapter = split_adapter(initial_weights(config, loop=True, context=build))[1]
+        initial = initial_weights(config, loop=True, context=build)
+        adapter = split_adapter(update_copies(initial, copy_sources(template)))[1]
         return split_adapter(init_magnitudes(template, merge_dicts(base, adapter)))[1]
 
     return jax.jit(fresh, out_shardings=shardings)(base)
