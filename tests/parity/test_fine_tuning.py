@@ -214,6 +214,26 @@ def test_adapters_train_as_with_peft(folder, peft_adapter):
 
 
 @pytest.mark.slow
+def test_modules_that_are_saved_in_full_train_as_with_peft(folder, tmp_path):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(
+        r=4, lora_alpha=8, target_modules=["q_proj"], modules_to_save=["lm_head", "embed_tokens"]
+    )
+    start = peft.get_peft_model(torch_model(folder), config)
+    with torch.no_grad():
+        start.base_model.model.lm_head.modules_to_save.default.weight.mul_(1.5)
+    start.save_pretrained(path := tmp_path / "start")
+    model = peft.PeftModel.from_pretrained(torch_model(folder), path, is_trainable=True)
+    expected = train(model, [sft_loss(folder, CHATS[:2]), sft_loss(folder, CHATS[2:])])
+    run = tune.sft(folder, CHATS, steps=2, lora_restore_path=str(path), **EXACT)
+    np.testing.assert_allclose(losses_of(run), expected, rtol=1e-5)
+    run.model.save_adapter(tmp_path / "end")
+    written = safetensors.numpy.load_file(tmp_path / "end" / "adapter_model.safetensors")
+    for name, weight in peft.get_peft_model_state_dict(model).items():
+        np.testing.assert_allclose(written[name], weight.detach().numpy(), atol=1e-5)
+
+
+@pytest.mark.slow
 def test_layers_of_one_module_share_a_factor(tmp_path):
     """query, key and value are one module of Phi-3, as are gate and up: their adapters have one A,
     which is trained with the sum of their gradients."""

@@ -11,7 +11,7 @@ from maxtext.checkpoint.adapters import Adapter
 from maxtext.checkpoint.open import Checkpoint, model_param_infos
 from maxtext.checkpoint.peft_folder import read_adapter
 from maxtext.checkpoint.quantized import load_base
-from maxtext.common.trees import merge_dicts
+from maxtext.common.trees import flatten_dict, merge_dicts, unflatten_dict
 from maxtext.layers.lora import copy_sources, init_magnitudes, split_adapter, update_copies
 from maxtext.layers.quantized import initial_quantizer
 from maxtext.models.transformer import build_context, initial_weights
@@ -47,12 +47,18 @@ def adapted_weights(context: RunContext, checkpoint: Checkpoint | None) -> Any:
 
 
 def initial_adapter(context: RunContext, base: Any) -> Any:
-    """The parameters of the adapters: those of lora_restore_path, or new ones."""
+    """The parameters of the adapters: those of lora_restore_path, with the modules that it has in
+    full (modules_to_save), or new ones."""
     config, template = context.config, context.template
-    shardings = split_adapter(context.shardings.weights)[1]
     if config.lora_restore_path:
-        adapter = read_adapter(config.lora_restore_path, config)
-        return jax.device_put(adapter.tree(template, config), shardings)
+        restored = flatten_dict(
+            read_adapter(config.lora_restore_path, config).tree(template, config)
+        )
+        shardings = flatten_dict(context.shardings.weights)
+        return unflatten_dict(
+            {path: jax.device_put(leaf, shardings[path]) for path, leaf in restored.items()}
+        )
+    shardings = split_adapter(context.shardings.weights)[1]
     build = build_context(config, adapters=context.adapters)
 
     def fresh(base: Any) -> Any:
