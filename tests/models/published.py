@@ -314,6 +314,13 @@ def olmo3(width: int, layers: int, heads: int, kv: int, mlp: int, extended: bool
     }  # fmt: skip
 
 
+def olmo2(width: int, layers: int, heads: int, kv: int, mlp: int) -> Json:
+    return llama(width, layers, heads, kv, mlp, 100352) | {
+        "architectures": ["Olmo2ForCausalLM"], "rms_norm_eps": 1e-6, "rope_theta": 500000,
+        "rope_scaling": None, "max_position_embeddings": 4096,
+    }  # fmt: skip
+
+
 def gpt3(width: int, layers: int, heads: int, vocabulary: int, positions: int) -> Json:
     """GPT-3 was not published as a folder; GPT-2's class has its weights."""
     return {
@@ -544,6 +551,10 @@ PUBLISHED: dict[str, Published] = {
     ),
     "gpt-oss-20b": Published("openai/gpt-oss-20b", gpt_oss(24, 32), 20_914_757_184),
     "gpt-oss-120b": Published("openai/gpt-oss-120b", gpt_oss(36, 128), 116_829_156_672),
+    "olmo2-1b": Published("allenai/OLMo-2-0425-1B", olmo2(2048, 16, 16, 16, 8192)),
+    "olmo2-7b": Published("allenai/OLMo-2-1124-7B", olmo2(*OLMO3_7B)),
+    "olmo2-13b": Published("allenai/OLMo-2-1124-13B", olmo2(5120, 40, 40, 40, 13824)),
+    "olmo2-32b": Published("allenai/OLMo-2-0325-32B", olmo2(5120, 64, 40, 8, 27648)),
     "olmo3-7b": Published("allenai/Olmo-3-7B-Instruct", olmo3(*OLMO3_7B), 7_298_011_136),
     "olmo3-7b-pt": Published(
         "allenai/Olmo-3-1025-7B, before its context was extended", olmo3(*OLMO3_7B, False),

@@ -78,6 +78,7 @@ MODELS = {
     | {"indexer_head_dim": 16, "indexer_n_heads": 24, "indexer_topk": 12},
     "kimi-k2-1t": LATENT | {"q_lora_rank": 24},
     "gpt-oss-20b": SPARSE | WINDOW,
+    "olmo2-7b": DENSE,
     "olmo3-7b": DENSE | WINDOW | {"base_num_decoder_layers": 5},
     "phi-3-mini": DENSE | WINDOW,
     "command-r-35b": DENSE | {"head_dim": 12},

@@ -550,6 +550,12 @@ CASES = {
         ),
         layer_types=[CHUNKED, FULL, FULL],
     ),
+    "olmo2": case("Olmo2", head_dim=ABSENT, num_hidden_layers=3),
+    "olmo2 published": case(
+        "Olmo2",
+        NO_HEAD_DIM,
+        published={"rope_parameters": ABSENT, "rope_theta": 500_000},
+    ),
     "olmo3": case("Olmo3", num_hidden_layers=6, head_dim=ABSENT, sliding_window=5),
     "olmo3 yarn": case(
         "Olmo3",
@@ -683,6 +689,7 @@ ONE_EACH = [
     "deepseek3.2 ties",
     "gpt-oss",
     "llama4 scaled",
+    "olmo2",
     "olmo3 yarn",
     "phi3 long",
     "cohere",

@@ -153,6 +153,7 @@ class DecoderBlockType(StrEnum):
     GPT3 = "gpt3"
     GPT_OSS = "gpt_oss"
     LLAMA4 = "llama4"
+    OLMO2 = "olmo2"
     OLMO3 = "olmo3"
     PHI3 = "phi3"
     COHERE = "cohere"

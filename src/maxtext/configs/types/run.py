@@ -88,6 +88,10 @@ class RunInfo(Group):
         "phi-3-medium",
         "phi-4",
         "phi-4-mini",
+        "olmo2-1b",
+        "olmo2-7b",
+        "olmo2-13b",
+        "olmo2-32b",
         "command-r-35b",
         "command-r7b",
     ] = "default"

@@ -1,4 +1,4 @@
-"""OLMo 3 in Hugging Face folders."""
+"""OLMo 2 and 3 in Hugging Face folders."""
 
 from maxtext.configs.types import MaxTextConfig
 from maxtext.hf.config_json import (
@@ -11,10 +11,27 @@ from maxtext.hf.config_json import (
     rope_keys,
     rope_parameters,
     size_defaults,
+    uniform_rope,
 )
 from maxtext.hf.layer_rules import attention_rules, mlp_rules, norm_rules, outer_rules
 from maxtext.hf.rules import Rule
-from maxtext.models.hf_config import LayerSpecs, dense_entries, layer_types, rope_entries
+from maxtext.models.hf_config import (
+    LayerSpecs,
+    dense_entries,
+    first_rope_entry,
+    layer_types,
+    rope_entries,
+)
+
+
+def read_olmo2(hf_config: Json) -> ModelSettings:
+    rope = uniform_rope(hf_config)
+    keys = dense_keys(hf_config, "olmo2") | {"use_qk_norm": True}
+    return ModelSettings(keys | rope.keys, rope.hf_attributes)
+
+
+def write_olmo2(config: MaxTextConfig, layers: LayerSpecs) -> Json:
+    return dense_entries(config, layers) | {"rope_parameters": first_rope_entry(layers)}
 
 
 def read_olmo3(hf_config: Json) -> ModelSettings:
@@ -43,7 +60,7 @@ def write_olmo3(config: MaxTextConfig, layers: LayerSpecs) -> Json:
     }
 
 
-def olmo3_rules(config: MaxTextConfig, layers: LayerSpecs) -> list[Rule]:
+def olmo_rules(config: MaxTextConfig, layers: LayerSpecs) -> list[Rule]:
     post_norms = {
         "post_attention_layernorm": "post_attention_norm",
         "post_feedforward_layernorm": "post_mlp_norm",
@@ -51,12 +68,28 @@ def olmo3_rules(config: MaxTextConfig, layers: LayerSpecs) -> list[Rule]:
     return outer_rules() + norm_rules(post_norms) + attention_rules(config) + mlp_rules()
 
 
+OLMO2 = HfMapping(
+    architectures=("Olmo2ForCausalLM",),
+    model_type="olmo2",
+    read=read_olmo2,
+    write=write_olmo2,
+    rules=olmo_rules,
+    defaults=size_defaults(
+        vocab_size=50_304,
+        hidden_size=4096,
+        intermediate_size=11_008,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        max_position_embeddings=2048,
+        rms_norm_eps=1e-5,
+    ),
+)
 OLMO3 = HfMapping(
     architectures=("Olmo3ForCausalLM",),
     model_type="olmo3",
     read=read_olmo3,
     write=write_olmo3,
-    rules=olmo3_rules,
+    rules=olmo_rules,
     defaults=size_defaults(
         vocab_size=50_304,
         hidden_size=4096,
