@@ -2,9 +2,10 @@
 
 Each record has `step`, counted from 0. A training step has `loss`, `lm_loss`, `learning_rate`,
 `grad_norm` (after clipping), `raw_grad_norm` (before), `param_norm`, `total_weights` (tokens that
-counted in the loss), with use_sft `computed_tokens` (prompts included), the four of TIMING (rates
-are means over about a second of steps), and all other metrics of the step. A record may have only
-some of them; that of an evaluation has `step` and `eval_loss`. None means unknown.
+counted in the loss), with use_sft `computed_tokens` (prompts included; with use_grpo, where a
+prompt is computed once for several completions), the four of TIMING (rates are means over about a
+second of steps), and all other metrics of the step. A record may have only some of them; that of an
+evaluation has `step` and `eval_loss`. None means unknown.
 """
 
 from collections.abc import Mapping

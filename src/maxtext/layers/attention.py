@@ -204,6 +204,10 @@ class Attention(Sublayer):
         """The context softmax(q kᵀ) v, [B, S, H, D], over the view that the cache gives; without a
         cache, over k and v."""
         spec = self.spec
+        if (prefix := inputs.shared_prefix) is not None:
+            q, k, v = (prefix.unfold(x) for x in (q, k, v))
+            context, aux = self.attend(q, k, v, inputs.unfolded())
+            return prefix.fold(context), aux
         q, k, v = self.constrain_qkv(q, k, v, inputs)
         new = {KEY: k, VALUE: v}
         view, aux = update_cache(new, inputs)

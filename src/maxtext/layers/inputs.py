@@ -9,6 +9,7 @@ import jax
 from flax import nnx
 
 from maxtext.common.load_balance import LoadBalancedOrder
+from maxtext.layers.shared_prefix import SharedPrefix
 
 # Small float32 values by name: load_balance_loss, expert_load [X], indexer_loss, max_logits [H];
 # and "cache", the updated cache.
@@ -40,6 +41,22 @@ class LayerInputs:
     # Whether layers report the output of attention (aux_names.ATTENTION_OUTPUT).
     reports_attention: bool = field(default=False, metadata={"static": True})
     repeat: jax.Array | int | None = None  # the index of the layer that is called in its stack
+    # The rows of the batch are folded: `positions` and `segments` are [G, T].
+    shared_prefix: SharedPrefix | None = field(default=None, metadata={"static": True})
+
+    def folded(self, prefix: SharedPrefix) -> "LayerInputs":
+        """The inputs of the folded rows."""
+        segments = None if self.segments is None else prefix.fold(self.segments)
+        positions = prefix.fold(self.positions)
+        return replace(self, positions=positions, segments=segments, shared_prefix=prefix)
+
+    def unfolded(self) -> "LayerInputs":
+        """The inverse of `folded`."""
+        prefix = self.shared_prefix
+        assert prefix is not None
+        segments = None if self.segments is None else prefix.unfold(self.segments)
+        positions = prefix.unfold(self.positions)
+        return replace(self, positions=positions, segments=segments, shared_prefix=None)
 
     def fold(self, index: jax.Array | int) -> "LayerInputs":
         """The inputs with a dropout key of its own for one layer, or for one part of a layer."""

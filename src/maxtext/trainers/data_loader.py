@@ -36,10 +36,12 @@ AddFields = Callable[[Batch], Batch]
 
 class DeviceBatch(NamedTuple):
     """`max_segments`: the most segments of a row, counted on the host over the rows of this
-    process."""
+    process. `shared_prefix`: the tokens that the rows of a group of rollouts begin with, and that
+    the step computes once."""
 
     fields: dict[str, jax.Array]
     max_segments: int
+    shared_prefix: int = 0
 
 
 class TrainDataLoader:

@@ -23,6 +23,7 @@ from maxtext.sharding import AxisRules, make_mesh, use_rules
 from maxtext.trainers.adapters import run_adapters
 from maxtext.trainers.build_objective import build_objective
 from maxtext.trainers.objective import Objective
+from maxtext.trainers.rl.grpo import GRPOObjective
 from maxtext.trainers.shardings import Shardings
 from maxtext.trainers.step import TrainState
 from maxtext.trainers.trainable import optimized_mask, select
@@ -68,6 +69,13 @@ class RunContext:
     def with_config(self, config: MaxTextConfig) -> "RunContext":
         """The same model and mesh, with other settings of its programs."""
         return replace(self, objective=self.objective.with_config(config))
+
+    def with_shared_prefix(self, length: int) -> "RunContext":
+        """For groups of rollouts that begin with `length` common tokens."""
+        if not length:
+            return self
+        assert isinstance(self.objective, GRPOObjective)
+        return replace(self, objective=replace(self.objective, shared_prefix=length))
 
     @property
     def template(self) -> Template:

@@ -55,6 +55,7 @@ from maxtext.trainers.preference.objective import PreferenceObjective
 from maxtext.trainers.preference.reference_logps import load_or_compute
 from maxtext.trainers.rl.prompt_loader import PromptLoader
 from maxtext.trainers.rl.rewards.functions import RewardFunction
+from maxtext.trainers.rl.shared_prompts import shared_prefix
 from maxtext.trainers.run_context import RunContext
 from maxtext.trainers.step import TrainState
 
@@ -110,7 +111,7 @@ def train_locked(
     peak_flops = hardware.peak_flops(jax.devices()[0].device_kind, config.dtype.value)
     profiler = Profiler(config, first_step=start.step, last_step=config.steps - 1)
     step_cache = StepCache(context)
-    first_step = compile_step(step_cache, batch_size_at(config, start.step))
+    first_step = compile_first_step(step_cache, data_loader, start.step)
     if not warned:
         warn_if_too_large(step_bytes(first_step), "a step")
     with progress.working("preparing the weights"):
@@ -167,10 +168,15 @@ def train_locked(
     return Result(context, loop.state, summary=summary, signal=stop_signal(loop))
 
 
-def compile_step(step_cache: StepCache, rows: int) -> Any:
+def compile_first_step(step_cache: StepCache, data_loader: TrainDataLoader, step: int) -> Any:
+    context, prefix = step_cache.context, 0
+    if isinstance(data_loader, PromptLoader):  # the prompts of the first rollouts
+        segments = [batch["inputs_segmentation"] for batch in data_loader.peek(1)]
+        lengths = [int(length) for rows in segments for length in (rows != 0).sum(axis=1)]
+        prefix = shared_prefix(context, lengths)
     LOGGER.info("compiling the train step")
     with progress.working("compiling the train step"):
-        return step_cache.get(rows)
+        return step_cache.get(batch_size_at(context.config, step), shared_prefix=prefix)
 
 
 def run_and_save(loop: Loop, save: Save | None) -> UserError | None:

@@ -1,4 +1,5 @@
-"""A cache of compiled train steps, by batch size and by the number of segments in a row.
+"""A cache of compiled train steps, by batch size, by the number of segments in a row, and by the
+tokens that rows of rollouts share.
 
 Ramp-up changes the batch size. On one GPU, attention over packed rows is faster if the step knows a
 bound on the segments (documents) of a row. So segment counts are rounded up to buckets, and a batch
@@ -33,23 +34,30 @@ class StepCache:
     def __init__(self, context: RunContext):
         self.context = context
         self.largest_bucket = largest_segment_bucket(context)
-        self.programs: dict[tuple[int, int], jax.stages.Compiled] = {}  # by (rows, bucket)
+        # by (rows, bucket, shared prefix)
+        self.programs: dict[tuple[int, int, int], jax.stages.Compiled] = {}
 
     def __call__(self, state: TrainState, batch: DeviceBatch, key: jax.Array) -> Any:
         rows = next(iter(batch.fields.values())).shape[0]
-        return self.get(rows, batch.max_segments)(state, batch.fields, key)
+        program = self.get(rows, batch.max_segments, batch.shared_prefix)
+        return program(state, batch.fields, key)
 
-    def get(self, rows: int, max_segments: int = 1) -> jax.stages.Compiled:
-        """The program for batches of `rows` rows with at most `max_segments` segments each."""
+    def get(self, rows: int, max_segments: int = 1, shared_prefix: int = 0) -> jax.stages.Compiled:
+        """The program for batches of `rows` rows with at most `max_segments` segments each, and for
+        groups of rollouts that share `shared_prefix` tokens."""
         bucket = self.segment_bucket(max_segments)
-        if (rows, bucket) not in self.programs:
-            if self.programs and self.largest_bucket:
-                LOGGER.info(
-                    "compiling the step for rows of %s documents",
-                    "any number of" if bucket == UNBOUNDED else bucket,
-                )
-            self.programs[rows, bucket] = load_or_compile(self.bounded_context(bucket), rows)
-        return self.programs[rows, bucket]
+        if (program := self.programs.get((rows, bucket, shared_prefix))) is not None:
+            return program
+        if self.programs and self.largest_bucket:
+            LOGGER.info(
+                "compiling the step for rows of %s documents",
+                "any number of" if bucket == UNBOUNDED else bucket,
+            )
+        elif self.programs and shared_prefix:
+            LOGGER.info("compiling the step for prompts of at least %d tokens", shared_prefix + 1)
+        context = self.bounded_context(bucket).with_shared_prefix(shared_prefix)
+        self.programs[rows, bucket, shared_prefix] = load_or_compile(context, rows)
+        return self.programs[rows, bucket, shared_prefix]
 
     def bounded_context(self, bucket: int) -> RunContext:
         config = self.context.config

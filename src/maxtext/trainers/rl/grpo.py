@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from maxtext.common.errors import ConfigError
 from maxtext.configs.types import MaxTextConfig
 from maxtext.layers.parameters import Template
+from maxtext.layers.shared_prefix import SharedPrefix
 from maxtext.sharding.explicit import auto_sharded
 from maxtext.trainers.losses.common import constant, masked, masked_sum
 from maxtext.trainers.losses.grpo import grpo, sampler_weights
@@ -70,7 +71,13 @@ def needs_old_logps(config: MaxTextConfig) -> bool:
 
 @dataclass(frozen=True)
 class GRPOObjective(PolicyObjective):
-    """The clipped policy loss with a KL penalty, added up as loss_agg_mode says."""
+    """The clipped policy loss with a KL penalty, added up as loss_agg_mode says.
+
+    `shared_prefix`: the rows of a group begin with this many tokens of their prompt, which are
+    computed once.
+    """
+
+    shared_prefix: int = 0
 
     @property
     def needs_reference(self) -> bool:
@@ -190,10 +197,19 @@ class GRPOObjective(PolicyObjective):
         """[B, S]: the log-probability of each target; the entropy of each distribution; and the
         auxiliary outputs of the layers."""
         model = bind_model(self.config, template, weights)
-        x, layer_aux = model.run(batch["inputs"], training_inputs(self.config, batch, key))
+        inputs, token_ids = training_inputs(self.config, batch, key), batch["inputs"]
         models = [(self.config, template, weights)]
         head = partial(head_logps, self.config, temperature=self.temperature)
-        token_logps, entropy = run_head(head, models, x, batch, out_axes=TOKEN_AXES)
+        if not self.shared_prefix:
+            x, layer_aux = model.run(token_ids, inputs)
+            return (*run_head(head, models, x, batch["targets"], out_axes=TOKEN_AXES), layer_aux)
+        prefix = SharedPrefix(self.config.num_generations, self.shared_prefix)
+        x, layer_aux = model.run(prefix.fold(token_ids), inputs.folded(prefix))
+        # The targets of the shared tokens are tokens of the prompt, which have no loss.
+        targets = batch["targets"][:, prefix.length :]
+        outputs = run_head(head, models, prefix.others(x), targets, out_axes=TOKEN_AXES)
+        padding = ((0, 0), (prefix.length, 0))
+        token_logps, entropy = (jnp.pad(each, padding) for each in outputs)
         return token_logps, entropy, layer_aux
 
     def score(self, weights: Any, batch: Batch) -> jax.Array:
@@ -241,11 +257,11 @@ def agreement(
 
 
 def head_logps(
-    config: MaxTextConfig, model: Any, x: jax.Array, batch: Batch, temperature: float
+    config: MaxTextConfig, model: Any, x: jax.Array, targets: jax.Array, temperature: float
 ) -> tuple[jax.Array, jax.Array]:
     """[B, S] each: log-probabilities of the targets, and entropies, which have no gradient. Logits
     exist for S / num_vocab_tiling tokens of each row at a time."""
-    hidden, targets, tiles = model.final_norm(x), batch["targets"], config.num_vocab_tiling
+    hidden, tiles = model.final_norm(x), config.num_vocab_tiling
 
     def tile_entropies(hidden: jax.Array) -> jax.Array:
         return entropies(model.logits(hidden), temperature)

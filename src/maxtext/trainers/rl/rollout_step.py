@@ -50,6 +50,7 @@ from maxtext.trainers.rl.rewards.keys import RewardKeys
 from maxtext.trainers.rl.rollout import Rollout, stop_token_ids
 from maxtext.trainers.rl.rollout_devices import make_rollout_engine
 from maxtext.trainers.rl.rollout_log import RolloutLog, ScoredRollout
+from maxtext.trainers.rl.shared_prompts import group_microbatches, shared_prefix
 from maxtext.trainers.rl.spans import Clock, SpanLog
 from maxtext.trainers.run_context import RunContext
 from maxtext.trainers.shardings import with_shardings
@@ -140,6 +141,9 @@ class GroupRolloutStep:
             check_agreement(self.config, self.rollouts, differences, positions)
         clock.stop("update")
         metrics["sampling/logp_difference_max"] = np.abs(differences).max()
+        if prefix := self.batch.shared_prefix:
+            num_copies = len(self.rollouts) - len(self.rollouts) // self.config.num_generations
+            metrics["computed_tokens"] = metrics["total_weights"] - prefix * num_copies
         if self.spans is not None:
             self.spans.append(self.step, clock)
         self.step += 1
@@ -250,7 +254,9 @@ class GroupRolloutStep:
             is_learned[[each.finish_reason in TRUNCATED for each in scored]] = 0
         rows = np.arange(len(scored), dtype=np.float32)
         fields |= {ADVANTAGES: values, IS_LEARNED: is_learned, ROW_INDEX: rows}
-        return self.data_loader.to_device(fields)
+        fields = group_microbatches(fields, config.gradient_accumulation_steps)
+        length = shared_prefix(self.context, (len(each.prompt_ids) for each in scored))
+        return self.data_loader.to_device(fields)._replace(shared_prefix=length)
 
 
 def training_failure(error: UserError) -> TrainingFailed:

@@ -1,0 +1,54 @@
+"""Tokens of prompts that an update computes once for all completions of a group.
+
+Every length is a compiled program, so there are few: multiples of an eighth of
+max_prefill_predict_length. The choice depends on nothing but the batch, so that a resumed run
+computes the same bits.
+"""
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from maxtext.layers.specs import AttentionSpec
+from maxtext.models.registry import layers
+from maxtext.trainers.run_context import RunContext
+
+NUM_LENGTHS = 8
+
+
+def shared_prefix(context: RunContext, prompt_lengths: Iterable[int]) -> int:
+    """How many tokens the step computes once for the completions of a prompt, for prompts of these
+    lengths: at most all but the last token, whose output predicts a completion's first."""
+    config = context.config
+    if not supports_shared_prompts(context):
+        return 0
+    unit = max(config.max_prefill_predict_length // NUM_LENGTHS, 1)
+    length = (min(prompt_lengths, default=1) - 1) // unit * unit
+    # The logits of the other tokens are computed in tiles of equal size.
+    while length and (config.max_target_length - length) % config.num_vocab_tiling:
+        length -= unit
+    return max(length, 0)
+
+
+def supports_shared_prompts(context: RunContext) -> bool:
+    """Whether all layers but attention compute each token by itself, and the rows of a group are on
+    one device. Experts with a capacity, and their balance, depend on the tokens of a batch."""
+    config = context.config
+    rows = config.global_batch_size_to_train_on // config.gradient_accumulation_steps
+    if context.rules.mesh.size > 1 or rows % config.num_generations:
+        return False
+    if config.compiled_trainstep_file or config.quantization or config.num_experts > 1:
+        return False
+    return all(
+        type(layer.attention) is AttentionSpec
+        and not layer.attention.has_selection
+        and layer.engram is None
+        for layer in layers(config)
+    )
+
+
+def group_microbatches(fields: dict[str, np.ndarray], microbatches: int) -> dict[str, np.ndarray]:
+    """The rows [B, ...] in the order in which microbatch i has the i-th B / microbatches of them:
+    row b goes to microbatch b % microbatches (see step.py)."""
+    order = np.arange(len(next(iter(fields.values())))).reshape(microbatches, -1).T.ravel()
+    return {name: field[order] for name, field in fields.items()}
