@@ -20,6 +20,7 @@ import argparse
 import contextlib
 import json
 import os
+import resource
 import statistics
 import subprocess
 import sys
@@ -141,6 +142,12 @@ def run_load(url, workload, *flags):
         return json.loads(report.read_text())
 
 
+def children_cpu_seconds():
+    """Of processes that have ended."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
 def warm_up(llm, options, lengths):
     """Compile prefill for 1, 2, 4 … prompts: which of them arrive together differs by round."""
     for exponent in range(options.streams.bit_length()):
@@ -156,6 +163,7 @@ def warm_up(llm, options, lengths):
 def compare(llm, options, lengths):
     """tokens/s offline and through the server, in alternating rounds after one to warm up."""
     rates = {"offline": [], "server": []}
+    cpu_seconds = {"offline": [], "server": [], "load generator": []}
     requests_per_second = []
     for round_index in range(options.rounds + 1):
         workload = Workload(
@@ -165,13 +173,19 @@ def compare(llm, options, lengths):
             new_tokens=lengths[1],
             seed=round_index,
         )
+        start = time.process_time()
         offline = offline_rate(llm, workload)
+        middle, children = time.process_time(), children_cpu_seconds()
         with serving(llm, max_queue=options.requests) as url:
             report = run_load(url, workload)
+        end = time.process_time()
         note(f"offline {offline:,.0f} tokens/s, server {report['tokens_per_second']:,.0f}")
         if round_index or not options.rounds:
             rates["offline"].append(offline)
             rates["server"].append(report["tokens_per_second"])
+            cpu_seconds["offline"].append(middle - start)
+            cpu_seconds["server"].append(end - middle)
+            cpu_seconds["load generator"].append(children_cpu_seconds() - children)
             requests_per_second.append(report["requests_per_second"])
     medians = {name: statistics.median(values) for name, values in rates.items()}
     return {
@@ -180,6 +194,9 @@ def compare(llm, options, lengths):
         "ratio_by_round": [
             round(server / offline, 3) for offline, server in zip(*rates.values(), strict=True)
         ],
+        "cpu_seconds": {
+            name: round(statistics.median(values), 2) for name, values in cpu_seconds.items()
+        },
     }, statistics.median(requests_per_second)
 
 

@@ -166,7 +166,7 @@ entry.entry()
 SLOW_STARTS = {
     "weights": SLOW_LOAD,
     "command": SLOW_IMPORT.replace("MODULE", "'maxtext.cli.generation'"),
-    "library": SLOW_IMPORT.replace("MODULE", "'fastapi'"),
+    "library": SLOW_IMPORT.replace("MODULE", "'starlette'"),
 }
 
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 KEY_VARIABLE = "MAXTEXT_API_KEY"
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s?#@A-Z]+")  # of a page; browsers send lower case
-PACKAGES = ("fastapi", "uvicorn", "uvloop", "httptools", "prometheus_client")
+PACKAGES = ("starlette", "uvicorn", "uvloop", "httptools", "prometheus_client")
 USELESS = {
     "prompt": "requests have their own",
     "load_parameters_path": "the path after `serve` names the model",

@@ -21,7 +21,7 @@ EXTRA_OF = {
     "matplotlib": "plot",
     "prometheus_client": "prometheus",
     "llguidance": "serve",
-    "fastapi": "serve",
+    "starlette": "serve",
     "uvicorn": "serve",
     "uvloop": "serve",
     "httptools": "serve",

@@ -6,6 +6,8 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
+from starlette.requests import Request
+
 from maxtext.inference.server.lifecycle import HttpServer, bind
 from maxtext.inference.server.page import ChatPage
 
@@ -51,7 +53,8 @@ class StubApi:
         path = scope["path"].removeprefix(self.prefix) or "/"
         response = StubResponse(send)
         if path == "/":
-            await (await self.page.respond())(scope, receive, send)
+            page = await self.page.respond(Request(scope))
+            await page(scope, receive, send)
         elif self.key and headers.get("authorization") != f"Bearer {self.key}":
             await response.fail(401, "give one of the server's API keys")
         elif path == "/v1/models":

@@ -10,10 +10,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from fastapi import FastAPI, Request
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.routing import Match, Route
 
 from maxtext.common.errors import UserError
 from maxtext.common.log import LOGGER
@@ -71,22 +72,32 @@ class ServerOptions:
     has_page: bool = True  # the chat page at /
 
 
-def build_app(model: ServedModel, options: ServerOptions) -> FastAPI:
+class NamedRoute(Route):
+    """A route that requests know by their scope, whose path counts in the metrics."""
+
+    def matches(self, scope: Any) -> tuple[Match, Any]:
+        match, child_scope = super().matches(scope)
+        return match, {**child_scope, "route": self}
+
+
+def build_app(model: ServedModel, options: ServerOptions) -> Starlette:
     """The ASGI application that serves a model."""
+    app = Starlette()
     # A redirect to a path without a slash would name the scheme and host behind the proxy.
-    app = FastAPI(openapi_url=None, redirect_slashes=False)
+    app.router.redirect_slashes = False
     metrics = ServerMetrics(model.engine, model.names[0], options.metrics_prefix)
     endpoints = Endpoints(model, options, metrics)
-    for method, path, endpoint in endpoints.routes():
-        # Monitors ask by HEAD; uvicorn leaves out the body.
-        methods = ["GET", "HEAD"] if method == "GET" else [method]
-        app.add_api_route(path, endpoint, methods=methods)
+    routes = endpoints.routes()
     if options.has_page:
         server_info = {
             "needs_key": bool(options.api_keys),
             "defaults": dict(model.sampling_defaults),
         }
-        app.add_api_route("/", ChatPage(server_info).respond, methods=["GET", "HEAD"])
+        routes.append(("GET", "/", ChatPage(server_info).respond))
+    # A route for GET is one for HEAD, too; uvicorn leaves out the body.
+    app.router.routes.extend(
+        NamedRoute(path, endpoint, methods=[method]) for method, path, endpoint in routes
+    )
     app.add_exception_handler(HTTPException, on_http_error)
     for kind in (ApiError, UserError):
         app.add_exception_handler(kind, endpoints.on_error)
@@ -166,7 +177,7 @@ class Endpoints:
 
     # State of the server.
 
-    async def health(self) -> Response:
+    async def health(self, request: Request) -> Response:
         status = self.model.engine.status
         if status == "ready":
             return json_response({})
@@ -174,22 +185,23 @@ class Endpoints:
         headers = {"Retry-After": "1"}
         raise ApiError(503, message, SERVER_ERROR, code=status, headers=headers)
 
-    async def version(self) -> Response:
+    async def version(self, request: Request) -> Response:
         return json_response({"version": metadata.version("maxtext")})
 
-    async def scrape(self) -> Response:
+    async def scrape(self, request: Request) -> Response:
         text, content_type = self.metrics.render()
         return Response(text, media_type=content_type)
 
-    async def list_models(self) -> Response:
+    async def list_models(self, request: Request) -> Response:
         cards = [self.model.card(name) for name in self.model.all_names()]
         return json_response({"object": "list", "data": cards})
 
-    async def find_model(self, name: str) -> Response:
+    async def find_model(self, request: Request) -> Response:
+        name = request.path_params["name"]
         self.model.find(name)
         return json_response(self.model.card(name))
 
-    async def embed(self) -> Response:
+    async def embed(self, request: Request) -> Response:
         raise ApiError(404, "this model generates text: it has no embeddings", NOT_FOUND)
 
     async def load_adapter(self, request: Request) -> Response:
@@ -294,7 +306,7 @@ class Endpoints:
         text = await asyncio.to_thread(self.model.tokenizer.decode, list(tokens))
         return json_response({"prompt": text})
 
-    async def tokenizer_info(self) -> Response:
+    async def tokenizer_info(self, request: Request) -> Response:
         specials = self.model.tokenizer.special_tokens
         template = self.model.chat_template
         names = ("bos_token", "eos_token", "pad_token")

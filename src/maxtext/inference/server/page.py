@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from importlib import resources
 from typing import Any
 
+from starlette.requests import Request
 from starlette.responses import Response
 
 FILE = "page.html"
@@ -30,7 +31,7 @@ class ChatPage:
         source = resources.files(__package__).joinpath(FILE).read_text(encoding="utf-8")
         self.template = source.replace(SERVER_INFO, html.escape(json.dumps(server_info)))
 
-    async def respond(self) -> Response:
+    async def respond(self, request: Request) -> Response:
         nonce = secrets.token_urlsafe(16)
         headers = {**HEADERS, "Content-Security-Policy": content_security_policy(nonce)}
         return Response(self.template.replace(NONCE, nonce), 200, headers, media_type="text/html")
