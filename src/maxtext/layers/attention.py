@@ -206,7 +206,7 @@ class Attention(Sublayer):
         spec = self.spec
         if (prefix := inputs.shared_prefix) is not None:
             q, k, v = (prefix.unfold(x) for x in (q, k, v))
-            context, aux = self.attend(q, k, v, inputs.unfolded())
+            context, aux = self.attend(q, k, v, inputs.without_shared_prefix())
             return prefix.fold(context), aux
         q, k, v = self.constrain_qkv(q, k, v, inputs)
         new = {KEY: k, VALUE: v}

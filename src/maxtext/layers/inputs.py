@@ -44,14 +44,14 @@ class LayerInputs:
     # The rows of the batch are folded: `positions` and `segments` are [G, T].
     shared_prefix: SharedPrefix | None = field(default=None, metadata={"static": True})
 
-    def folded(self, prefix: SharedPrefix) -> "LayerInputs":
+    def with_shared_prefix(self, prefix: SharedPrefix) -> "LayerInputs":
         """The inputs of the folded rows."""
         segments = None if self.segments is None else prefix.fold(self.segments)
         positions = prefix.fold(self.positions)
         return replace(self, positions=positions, segments=segments, shared_prefix=prefix)
 
-    def unfolded(self) -> "LayerInputs":
-        """The inverse of `folded`."""
+    def without_shared_prefix(self) -> "LayerInputs":
+        """The inverse of `with_shared_prefix`."""
         prefix = self.shared_prefix
         assert prefix is not None
         segments = None if self.segments is None else prefix.unfold(self.segments)

@@ -204,7 +204,7 @@ class GRPOObjective(PolicyObjective):
             x, layer_aux = model.run(token_ids, inputs)
             return (*run_head(head, models, x, batch["targets"], out_axes=TOKEN_AXES), layer_aux)
         prefix = SharedPrefix(self.config.num_generations, self.shared_prefix)
-        x, layer_aux = model.run(prefix.fold(token_ids), inputs.folded(prefix))
+        x, layer_aux = model.run(prefix.fold(token_ids), inputs.with_shared_prefix(prefix))
         # The targets of the shared tokens are tokens of the prompt, which have no loss.
         targets = batch["targets"][:, prefix.length :]
         outputs = run_head(head, models, prefix.others(x), targets, out_axes=TOKEN_AXES)
