@@ -64,7 +64,7 @@ EXPERTS = r"layers/\d+/(mlp/)?(sparse/)?experts/"
 
 
 def every(*case):
-    """A case of the whole matrix, beside representative ones."""
+    """A case of the whole matrix, which extends the representative ones."""
     return pytest.param(*case, marks=pytest.mark.exhaustive)
 
 

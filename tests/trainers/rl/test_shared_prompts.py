@@ -76,7 +76,7 @@ def test_loss_and_gradients_are_those_of_whole_rows(keys):
         return jax.jit(jax.value_and_grad(loss, has_aux=True))(weights)
 
     jax.tree.map(
-        lambda found, expected: np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6),
+        lambda actual, expected: np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-6),
         results(4),
         results(0),
     )

@@ -15,7 +15,7 @@ HEAD_SECONDS = 30.0  # from the connection, or the first byte of a request, to t
 BODY_SECONDS = 35.0  # from there to the end of the body; the application gives up earlier
 STALL_SECONDS = 30.0  # in which a client reads nothing of a response that waits for it
 MAX_HEAD_BYTES = 64 * 1024
-MAX_PIPELINED = 16  # requests that may wait for a response before theirs while more is read
+MAX_PIPELINED = 16  # requests of a connection that wait for earlier responses while more is read
 
 
 class LimitedProtocol(HttpToolsProtocol):

@@ -68,21 +68,22 @@ def olmo_rules(config: MaxTextConfig, layers: LayerSpecs) -> list[Rule]:
     return outer_rules() + norm_rules(post_norms) + attention_rules(config) + mlp_rules()
 
 
+SIZES = size_defaults(
+    vocab_size=50_304,
+    hidden_size=4096,
+    intermediate_size=11_008,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    max_position_embeddings=2048,
+    rms_norm_eps=1e-5,
+)
 OLMO2 = HfMapping(
     architectures=("Olmo2ForCausalLM",),
     model_type="olmo2",
     read=read_olmo2,
     write=write_olmo2,
     rules=olmo_rules,
-    defaults=size_defaults(
-        vocab_size=50_304,
-        hidden_size=4096,
-        intermediate_size=11_008,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        max_position_embeddings=2048,
-        rms_norm_eps=1e-5,
-    ),
+    defaults=SIZES,
 )
 OLMO3 = HfMapping(
     architectures=("Olmo3ForCausalLM",),
@@ -90,15 +91,5 @@ OLMO3 = HfMapping(
     read=read_olmo3,
     write=write_olmo3,
     rules=olmo_rules,
-    defaults=size_defaults(
-        vocab_size=50_304,
-        hidden_size=4096,
-        intermediate_size=11_008,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        max_position_embeddings=2048,
-        rms_norm_eps=1e-5,
-        rope_theta=500_000.0,
-        sliding_window=4096,
-    ),
+    defaults=SIZES | {"rope_theta": 500_000.0, "sliding_window": 4096},
 )
