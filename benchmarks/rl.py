@@ -1,6 +1,6 @@
 """A step of reinforcement learning on one GPU against TRL's GRPOTrainer, both with random weights.
 
-    python benchmarks/rl.py [--case 8b] [--steps 3] [--peer-steps 2] [--no-peer] [--no-offline]
+    python benchmarks/rl.py [--case 8b] [--steps 3] [--peer-steps 3] [--no-peer] [--no-offline]
 
 A step samples 8 completions for each of 32 prompts, scores them, and makes one update of a LoRA
 adapter of rank 16 over a base in bfloat16. Prompts have 256 tokens, completions up to 512: random
@@ -15,8 +15,8 @@ with benchmarks/decode.py --offline of the same shape, which decodes requests of
 - 8b: 32 prompts x 8 samples of an 8B shape.
 - tiny: 2 prompts x 4 samples of a tiny shape, for CPUs.
 
-Step times are medians without the first step, which compiles; memory is the largest amount
-allocated. Prints one JSON line.
+Step times are medians without the first step, which compiles; `all_steps` has each. Memory is the
+largest amount allocated. Prints one JSON line.
 """
 
 import argparse
@@ -115,12 +115,14 @@ def run_ours(case: dict[str, Any], steps: int, folder: Path) -> dict[str, Any]:
     if done.returncode:
         raise SystemExit(done.stdout[-4000:])
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return report_ours(case, records[1:] or records, folder / "rl" / "summary.json")
+    return report_ours(case, records, folder / "rl" / "summary.json")
 
 
 def report_ours(
     case: dict[str, Any], records: list[dict[str, Any]], summary: Path
 ) -> dict[str, Any]:
+    all_steps = [round(record["step_time_seconds"], 2) for record in records]
+    records = records[1:] or records
     phases = {
         phase: round(median(record[f"{phase}_seconds"] for record in records), 4)
         for phase in PHASES
@@ -130,6 +132,7 @@ def report_ours(
     peak = json.loads(summary.read_text())["peak_memory_bytes"]
     return {
         "step_seconds": round(seconds, 3),
+        "all_steps": all_steps,
         "phases": phases,
         "sync_share": round(phases["sync"] / seconds, 5),
         "mean_length": length,
@@ -220,6 +223,7 @@ def run_peer(name: str, steps: int) -> dict[str, Any]:
     peak = torch.cuda.max_memory_allocated() if on_gpu else None
     return {
         "step_seconds": round(median(steps_seconds[1:] or steps_seconds), 3),
+        "all_steps": [round(seconds, 2) for seconds in steps_seconds],
         "rollout_seconds": round(rollout, 3),
         "mean_length": median(lengths),
         "generated_tokens_per_second": round(completions * median(lengths) / rollout, 1),
@@ -251,7 +255,7 @@ def main() -> None:
     )
     parser.add_argument("--case", default="8b", choices=CASES)
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--peer-steps", type=int, default=2)
+    parser.add_argument("--peer-steps", type=int, default=3)
     parser.add_argument("--no-peer", action="store_true")
     parser.add_argument("--no-offline", action="store_true")
     parser.add_argument("--peer", help=argparse.SUPPRESS)

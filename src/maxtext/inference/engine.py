@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import numpy as np
 
 from maxtext.inference import shapes
 from maxtext.inference.adapters import LoadedAdapter
@@ -313,14 +312,15 @@ class InferenceEngine:
         for sequence, index, start, count in done.scored:
             assert sampled.prompt_logprobs is not None, "the program computed them for this chunk"
             add_prompt_logprobs(sequence, sampled.prompt_logprobs, index, start, count)
+        token_lists = tokens.T.tolist()
         return [
-            self.process(seq, tokens[:, column], logprobs and logprobs.column(column))
+            self.process(seq, token_lists[column], logprobs and logprobs.column(column))
             for column, seq in done.columns
             if not seq.finished
         ]
 
     def process(
-        self, sequence: Sequence, tokens: np.ndarray, logprobs: Logprobs | None
+        self, sequence: Sequence, tokens: list[int], logprobs: Logprobs | None
     ) -> StepOutput:
         """Append the sampled tokens of a program to a sequence, and finish it if one ends it."""
         sampled_tokens: list[int] = []
@@ -328,8 +328,9 @@ class InferenceEngine:
         sequence.in_flight = False
         is_first = not sequence.num_output_tokens
         if sequence.params.max_new_tokens == 0:  # the prompt alone was asked for
-            tokens, finish_reason = tokens[:0], "length"
-        for token in accepted_tokens(sequence, tokens.tolist()):
+            tokens, finish_reason = [], "length"
+        last_position, stop_ids = sequence.last_position, sequence.params.stop_token_ids
+        for token in accepted_tokens(sequence, tokens):
             if token == NO_TOKEN:
                 break
             if token == NONFINITE_LOGITS:
@@ -338,9 +339,9 @@ class InferenceEngine:
                 break
             sampled_tokens.append(token)
             sequence.token_ids.append(token)
-            if token in sequence.params.stop_token_ids:
+            if token in stop_ids:
                 finish_reason = "end"
-            elif len(sequence.token_ids) > sequence.last_position:
+            elif len(sequence.token_ids) > last_position:
                 finish_reason = "length"
             if finish_reason:
                 break

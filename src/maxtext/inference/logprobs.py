@@ -100,10 +100,9 @@ def prompt_logprobs(
 
 def to_host(logprobs: Logprobs, token_ids: Iterable[int], count: int) -> list[TokenLogprobs]:
     """Host arrays of positions [T] as records, with the `count` most likely tokens of each."""
-    records = []
-    for index, token in enumerate(token_ids):
-        logprob = float(logprobs.token[index])
-        ids = np.asarray(logprobs.top_ids[index][:count]).tolist()
-        top = dict(zip(ids, np.asarray(logprobs.top[index][:count]).tolist(), strict=True))
-        records.append(TokenLogprobs(logprob, top | {token: logprob}))
-    return records
+    columns = (logprobs.token, logprobs.top_ids[:, :count], logprobs.top[:, :count])
+    rows = zip(token_ids, *(np.asarray(column).tolist() for column in columns), strict=False)
+    return [
+        TokenLogprobs(logprob, dict(zip(top_ids, top, strict=True)) | {token: logprob})
+        for token, logprob, top_ids, top in rows
+    ]

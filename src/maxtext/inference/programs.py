@@ -43,9 +43,14 @@ from maxtext.sharding import AxisRules, use_rules
 
 NO_TOKEN = -1  # in place of a sampled token: the slot was inactive
 NONFINITE_LOGITS = -2  # in place of a sampled token: the logits were NaN or infinite
-# For GPUs: kernels that do not depend on each other run at the same time, as the matmuls of a layer
-# by its weight and by the A factors of its adapters, which are too small to fill a GPU.
-CONCURRENT_KERNELS = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
+# For decoding with adapters on GPUs: kernels that do not depend on each other run at the same time,
+# as the matmuls of a layer by its weight and by the A factors of its adapters, which are too small
+# to fill a GPU; and matmuls of one input are not merged, which would copy their weights in each
+# step.
+ADAPTER_OPTIONS = {
+    "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT",
+    "xla_gpu_dot_merger_threshold_mb": 0,
+}
 
 
 @jax.tree_util.register_dataclass
@@ -156,8 +161,7 @@ class Programs:
     @cached_property
     def decode(self) -> Any:
         has_adapters = self.build.adapters is not None or self.config.lora_rank > 0
-        concurrent = has_adapters and self.build.platform == "gpu"
-        options = CONCURRENT_KERNELS if concurrent else None
+        options = ADAPTER_OPTIONS if has_adapters and self.build.platform == "gpu" else None
         return self.jit(self.run_decode, donate_argnums=(1, 3), compiler_options=options)
 
     @cached_property

@@ -141,7 +141,7 @@ def paged_attention(
         input_output_aliases={3 + len(pool) + number: 3 + number for number in range(len(pool))},
         interpret=interpret,
         name="paged_attention",
-        compiler_params=triton.CompilerParams(num_warps=4, num_stages=stages),
+        compiler_params=triton.CompilerParams(num_warps=2 if block <= 32 else 4, num_stages=stages),
     )(
         q.reshape(batch, kv_heads, group_size, head_dim),
         table,

@@ -203,12 +203,14 @@ class GRPOObjective(PolicyObjective):
         if not self.shared_prefix:
             x, layer_aux = model.run(token_ids, inputs)
             return (*run_head(head, models, x, batch["targets"], out_axes=TOKEN_AXES), layer_aux)
-        prefix = SharedPrefix(self.config.num_generations, self.shared_prefix)
+        rows, row_length = self.config.num_generations, token_ids.shape[1]
+        prefix = SharedPrefix(rows, self.shared_prefix, row_length)
         x, layer_aux = model.run(prefix.fold(token_ids), inputs.with_shared_prefix(prefix))
-        # The targets of the shared tokens are tokens of the prompt, which have no loss.
-        targets = batch["targets"][:, prefix.length :]
-        outputs = run_head(head, models, prefix.others(x), targets, out_axes=TOKEN_AXES)
-        padding = ((0, 0), (prefix.length, 0))
+        # The targets of the shared tokens are tokens of the prompt, which have no loss. The last
+        # token of a row has no target; without it, the tiles of the logits have equal sizes.
+        x, targets = prefix.others(x)[:, :-1], batch["targets"][:, prefix.length : -1]
+        outputs = run_head(head, models, x, targets, out_axes=TOKEN_AXES)
+        padding = ((0, 0), (prefix.length, 1))
         token_logps, entropy = (jnp.pad(each, padding) for each in outputs)
         return token_logps, entropy, layer_aux
 

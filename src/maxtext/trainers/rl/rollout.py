@@ -40,7 +40,7 @@ from maxtext.sharding.state import on_device
 from maxtext.tokenizers import Tokenizer, load_tokenizer
 from maxtext.trainers.rl.weight_sync import WeightSync, check_synced
 
-PAGE_TOKENS = 64  # of a paged KV cache
+PAGE_TOKENS = 32  # of a paged KV cache
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,9 @@
 """Tokens of prompts that an update computes once for all completions of a group.
 
 Every length is a compiled program, so there are few: multiples of an eighth of
-max_prefill_predict_length. The choice depends on nothing but the batch, so that a resumed run
-computes the same bits.
+max_prefill_predict_length, less one, since the output of a prompt's last token predicts the first
+of each completion. The choice depends on nothing but the batch, so that a resumed run computes the
+same bits.
 """
 
 from collections.abc import Iterable
@@ -18,14 +19,14 @@ NUM_LENGTHS = 8
 
 def shared_prefix(context: RunContext, prompt_lengths: Iterable[int]) -> int:
     """How many tokens the step computes once for the completions of a prompt, for prompts of these
-    lengths: at most all but the last token, whose output predicts a completion's first."""
+    lengths."""
     config = context.config
     if not supports_shared_prompts(context):
         return 0
     unit = max(config.max_prefill_predict_length // NUM_LENGTHS, 1)
-    length = (min(prompt_lengths, default=1) - 1) // unit * unit
-    # The logits of the other tokens are computed in tiles of equal size.
-    while length and (config.max_target_length - length) % config.num_vocab_tiling:
+    length = min(prompt_lengths, default=1) // unit * unit - 1
+    # The logits of the tokens between these and a row's last are computed in tiles of equal size.
+    while length > 0 and (config.max_target_length - length - 1) % config.num_vocab_tiling:
         length -= unit
     return max(length, 0)
 
