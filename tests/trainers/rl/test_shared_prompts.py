@@ -12,7 +12,11 @@ from maxtext.models.transformer import initial_weights, make_template
 from maxtext.trainers.rl.grpo import GRPOObjective
 from maxtext.trainers.rl.rollout import Rollout
 from maxtext.trainers.rl.rollout_step import rollout_fields, token_field
-from maxtext.trainers.rl.shared_prompts import group_microbatches, shared_prefix
+from maxtext.trainers.rl.shared_prompts import (
+    common_lengths,
+    group_microbatches,
+    shared_prefix,
+)
 from maxtext.trainers.step import split_rows
 
 GENERATIONS, LENGTH, PROMPT = 4, 16, 8
@@ -113,3 +117,10 @@ def test_microbatches_have_whole_groups():
     rows = np.arange(12) // 3  # the group of each row
     grouped = group_microbatches({"rows": rows}, microbatches=2)["rows"]
     np.testing.assert_array_equal(split_rows(grouped, 2), [[0, 0, 0, 1, 1, 1], [2, 2, 2, 3, 3, 3]])
+
+
+def test_prompts_of_a_group_may_differ():
+    """Environments decide how a conversation begins."""
+    prompts = [(1, 2, 3), (1, 2, 3), (4, 5, 6, 7), (4, 5, 9), (1,), (2,)]
+    assert common_lengths(prompts, 2) == [3, 2, 0]
+    assert common_lengths([(1, 2, 8), (1, 2), (1, 2, 3)], 3) == [2]

@@ -50,7 +50,11 @@ from maxtext.trainers.rl.rewards.keys import RewardKeys
 from maxtext.trainers.rl.rollout import Rollout, stop_token_ids
 from maxtext.trainers.rl.rollout_devices import make_rollout_engine
 from maxtext.trainers.rl.rollout_log import RolloutLog, ScoredRollout
-from maxtext.trainers.rl.shared_prompts import group_microbatches, shared_prefix
+from maxtext.trainers.rl.shared_prompts import (
+    common_lengths,
+    group_microbatches,
+    shared_prefix,
+)
 from maxtext.trainers.rl.spans import Clock, SpanLog
 from maxtext.trainers.run_context import RunContext
 from maxtext.trainers.shardings import with_shardings
@@ -255,8 +259,9 @@ class GroupRolloutStep:
         rows = np.arange(len(scored), dtype=np.float32)
         fields |= {ADVANTAGES: values, IS_LEARNED: is_learned, ROW_INDEX: rows}
         fields = group_microbatches(fields, config.gradient_accumulation_steps)
-        length = shared_prefix(self.context, (len(each.prompt_ids) for each in scored))
-        return self.data_loader.to_device(fields)._replace(shared_prefix=length)
+        prompts = [each.prompt_ids for each in scored]
+        prefix = shared_prefix(self.context, common_lengths(prompts, config.num_generations))
+        return self.data_loader.to_device(fields)._replace(shared_prefix=prefix)
 
 
 def training_failure(error: UserError) -> TrainingFailed:

@@ -6,7 +6,7 @@ of each completion. The choice depends on nothing but the batch, so that a resum
 same bits.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -29,6 +29,20 @@ def shared_prefix(context: RunContext, prompt_lengths: Iterable[int]) -> int:
     while length > 0 and (config.max_target_length - length - 1) % config.num_vocab_tiling:
         length -= unit
     return max(length, 0)
+
+
+def common_lengths(prompts: Sequence[tuple[int, ...]], rows: int) -> list[int]:
+    """How many tokens the prompts of each group of `rows` begin with together: all of a prompt,
+    unless an environment begins the conversations of a group differently."""
+    groups = (prompts[start : start + rows] for start in range(0, len(prompts), rows))
+    # All prompts of a group begin as the first and the last of them in lexicographic order do.
+    return [common_length(min(group), max(group)) for group in groups]
+
+
+def common_length(first: Sequence[int], second: Sequence[int]) -> int:
+    pairs = enumerate(zip(first, second, strict=False))
+    differences = (index for index, (a, b) in pairs if a != b)
+    return next(differences, min(len(first), len(second)))
 
 
 def supports_shared_prompts(context: RunContext) -> bool:
