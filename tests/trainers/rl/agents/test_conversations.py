@@ -3,6 +3,7 @@
 import asyncio
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -10,6 +11,7 @@ from maxtext.common.errors import ConfigError, UserError
 from maxtext.inference.requests import GenerationRequest
 from maxtext.inference.sampling_params import SamplingParams
 from maxtext.tokenizers import ChatTemplate, open_tokenizer
+from maxtext.trainers.rl.agents.agent import create_environment
 from maxtext.trainers.rl.agents.conversations import Conversation, ConversationRunner
 from maxtext.trainers.rl.agents.environment import SingleTurn
 from maxtext.trainers.rl.agents.tools import ToolCall, ToolEnvironment, Tools, parse_calls
@@ -196,12 +198,41 @@ def test_system_prompt_begins_conversations_without_one(tokenizer):
 
 def test_failing_environment_names_its_row(tokenizer):
     class Broken(SingleTurn):
-        def step(self, text):
-            raise RuntimeError("no socket")
+        def __init__(self, error):
+            self.error = error
 
-    sampler = ScriptedSampler(tokenizer, {4: ["x"]})
-    with pytest.raises(UserError, match="Broken failed for row 4: RuntimeError: no socket"):
-        runner(tokenizer).run(sampler, [conversation(4, Broken())])
+        def step(self, text):
+            raise self.error
+
+    for error in (RuntimeError("no socket"), SystemExit("no licence")):
+        sampler = ScriptedSampler(tokenizer, {4: ["x"]})
+        message = f"Broken failed for row 4: {type(error).__name__}: {error}"
+        with pytest.raises(UserError, match=message):
+            runner(tokenizer).run(sampler, [conversation(4, Broken(error))])
+
+
+def test_environment_that_cannot_be_created():
+    class Unready(SingleTurn):
+        def __init__(self):
+            raise OSError("no socket")
+
+    with pytest.raises(UserError, match="Unready cannot be created: OSError: no socket"):
+        create_environment(Unready)
+
+
+def test_environments_have_rows_of_their_own(tokenizer):
+    """All conversations of a group belong to one row."""
+
+    class Taking(SingleTurn):
+        def reset(self, row):
+            return [{"role": "user", "content": row.pop("prompt")}]
+
+    row = {"prompt": "2+3?"}
+    conversations = [replace(conversation(index, Taking()), row=row) for index in range(2)]
+    sampler = ScriptedSampler(tokenizer, {0: ["x"], 1: ["y"]})
+    first, second = runner(tokenizer).run(sampler, conversations)
+    assert first.prompt_ids == second.prompt_ids
+    assert row == {"prompt": "2+3?"}
 
 
 USER = [{"role": "user", "content": "2+3?"}]

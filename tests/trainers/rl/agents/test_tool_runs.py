@@ -135,6 +135,10 @@ def test_refused_agents(base, tmp_path):
         train(base, tmp_path, system_prompt="Hi")
     with pytest.raises(ConfigError, match="two tools have the name"):
         train(base, tmp_path, tools=[add, add])
+    with pytest.raises(ConfigError, match="tools must be a list of functions, not <function add"):
+        train(base, tmp_path, tools=add)
+    with pytest.raises(ConfigError, match="environment must be a class, .* of type Echo"):
+        train(base, tmp_path, environment=Echo())
 
 
 def test_tools_need_a_template_with_calls(base, tmp_path, light_compiler):

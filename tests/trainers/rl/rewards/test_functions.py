@@ -72,6 +72,11 @@ def exits(prompts, completions, **columns):
     sys.exit("no licence")
 
 
+async def exits_late(prompts, completions, **columns):
+    await asyncio.sleep(0)
+    sys.exit("no licence")
+
+
 def fails_as_a_batch(prompts, completions, **columns):
     return [1 / (4 - len(completions)) for _ in completions]
 
@@ -82,9 +87,11 @@ def fails_as_a_batch(prompts, completions, **columns):
         (fails, "fails failed for row 2, completion 'ccc': ZeroDivisionError"),
         (fails_late, "fails_late failed for row 2, completion 'ccc': ZeroDivisionError"),
         (exits, "exits failed for row 0, completion 'a': SystemExit: no licence"),
+        (exits_late, "exits_late failed for row 0, completion 'a': SystemExit: no licence"),
         (fails_as_a_batch, "failed for this batch: ZeroDivisionError"),
         (lambda prompts, completions: [1, 2], "returned 2 rewards for 4 completions"),
         (lambda prompts, completions: 1.0, "returned float instead of a list"),
+        (lambda prompts, completions: "1234", "returned str instead of a list"),
         (lambda prompts, completions: [1, "x", 2, 3], "returned 'x' for row 1, which is no number"),
         (lambda prompts, completions: [1, 2, np.inf, 3], "returned inf for row 2"),
     ],
@@ -111,6 +118,10 @@ def test_weights_and_names_fit_the_functions():
         reward_functions([length], weights=[1.0, 2.0])
     with pytest.raises(ConfigError, match="two reward functions have the name 'length'"):
         reward_functions([length, length])
+    with pytest.raises(ConfigError, match="rewards must be a list of functions, not <function"):
+        reward_functions(length)
+    with pytest.raises(ConfigError, match="rewards must be a list of functions, and has 'length'"):
+        reward_functions(["length"])
 
 
 def test_functions_load_from_a_file(tmp_path):

@@ -10,6 +10,7 @@ from maxtext.common.errors import ConfigError
 from maxtext.configs.types import MaxTextConfig
 from maxtext.inference.requests import GenerationRequest
 from maxtext.input_pipeline.prompt_templates import delimiter_texts
+from maxtext.input_pipeline.user_code import run_failure
 from maxtext.tokenizers import ChatTemplate, Tokenizer, chat_template
 from maxtext.trainers.rl.agents.conversations import (
     Conversation,
@@ -20,7 +21,7 @@ from maxtext.trainers.rl.agents.conversations import (
 from maxtext.trainers.rl.agents.environment import Environment, EnvironmentFactory, SingleTurn
 from maxtext.trainers.rl.agents.tools import ToolEnvironment, Tools, call_format, call_tags
 from maxtext.trainers.rl.agents.turn_tokens import TurnTokens
-from maxtext.trainers.rl.rewards.functions import RewardFunction
+from maxtext.trainers.rl.rewards.functions import RewardFunction, check_functions
 from maxtext.trainers.rl.rollout import Rollout
 
 REWARD_COLUMN, MESSAGES_COLUMN = "environment_reward", "messages"
@@ -38,11 +39,17 @@ class Agent:
     def from_python(
         cls, tools: Sequence[Callable[..., Any]], environment: EnvironmentFactory | None
     ) -> "Agent | None":
-        """None without either. Raises ConfigError if they are no tools, or if both are given."""
+        """None without either. Raises ConfigError if they are none, or if both are given."""
+        check_functions("tools", tools)
         if tools and environment is not None:
             raise ConfigError("tools and an environment exclude each other: call tools in its step")
         if not tools and environment is None:
             return None
+        if environment is not None and not callable(environment):
+            raise ConfigError(
+                "environment must be a class, or a function that returns a new environment, not an "
+                f"object of type {type(environment).__name__}"
+            )
         return cls(Tools(tools) if tools else None, environment)
 
     @property
@@ -97,7 +104,20 @@ class AgenticSampler:
         requests: Sequence[GenerationRequest],
     ) -> list[ConversationRollout]:
         """The conversation of each row. `requests`: those of a first turn without environment."""
-        conversations = [
+        return self.runner.run(sampler, self.conversations(rows, requests))
+
+    def prompt_ids(
+        self, rows: Sequence[Mapping[str, Any]], requests: Sequence[GenerationRequest]
+    ) -> list[tuple[int, ...]]:
+        """The tokens that the conversation of each row begins with."""
+        conversations = self.conversations(rows, requests)
+        self.runner.open(conversations)
+        return [conversation.prompt_ids for conversation in conversations]
+
+    def conversations(
+        self, rows: Sequence[Mapping[str, Any]], requests: Sequence[GenerationRequest]
+    ) -> list[Conversation]:
+        return [
             Conversation(
                 index,
                 row,
@@ -107,14 +127,22 @@ class AgenticSampler:
             )
             for index, (row, request) in enumerate(zip(rows, requests, strict=True))
         ]
-        return self.runner.run(sampler, conversations)
 
     def environment(self) -> Environment:
         if self.agent.environment is not None:
-            return self.agent.environment()
+            return create_environment(self.agent.environment)
         if self.agent.tools is not None:
             return ToolEnvironment(self.agent.tools, self.call_format)
         return SingleTurn()
+
+
+def create_environment(factory: EnvironmentFactory) -> Environment:
+    """Raises UserError if the user's code fails."""
+    try:
+        return factory()
+    except (Exception, SystemExit) as error:  # the user's code may raise anything
+        name = getattr(factory, "__name__", type(factory).__name__)
+        raise run_failure(f"the environment {name} cannot be created", error) from error
 
 
 def conversation_columns(rollouts: Sequence[Rollout]) -> dict[str, list[Any]]:

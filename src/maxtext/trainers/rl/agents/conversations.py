@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from maxtext.common.errors import UserError
 from maxtext.inference.requests import GenerationRequest
 from maxtext.input_pipeline.row_forms import template_variables
-from maxtext.input_pipeline.user_code import traceback_of
+from maxtext.input_pipeline.user_code import run_failure
 from maxtext.tokenizers import Tokenizer
 from maxtext.trainers.rl.agents.environment import (
     Environment,
@@ -146,7 +146,7 @@ class ConversationRunner:
     def open(self, conversations: Sequence[Conversation]) -> None:
         """Begin conversations with the messages of their environments."""
         starts = run_environments(
-            conversations, lambda each: check_start(each.environment.reset(each.row))
+            conversations, lambda each: check_start(each.environment.reset(dict(each.row)))
         )
         for conversation, messages in zip(conversations, starts, strict=True):
             conversation.messages = self.with_system_prompt(messages)
@@ -213,24 +213,19 @@ def run_environments(
     def guarded(conversation: Conversation) -> Any:
         try:
             return function(conversation)
-        except Exception as error:  # the user's code may raise anything
+        except (Exception, SystemExit) as error:  # the user's code may raise anything
             return error
 
     results = run_in_threads([partial(guarded, each) for each in conversations])
     for conversation, result in zip(conversations, results, strict=True):
         if isinstance(result, UserError):
             raise result
+        failure = (
+            f"the environment {type(conversation.environment).__name__} failed for row "
+            f"{conversation.index}"
+        )
         if isinstance(result, InvalidResult):
-            raise UserError(
-                f"the environment {type(conversation.environment).__name__} failed for row "
-                f"{conversation.index}: {result}"
-            )
-        if isinstance(result, Exception):
-            message = " ".join(str(result).split()) or "no message"
-            error = UserError(
-                f"the environment {type(conversation.environment).__name__} failed for row "
-                f"{conversation.index}: {type(result).__name__}: {message}; its traceback follows"
-            )
-            error.details = traceback_of(result)
-            raise error from result
+            raise UserError(f"{failure}: {result}")
+        if isinstance(result, BaseException):
+            raise run_failure(failure, result) from result
     return results

@@ -62,7 +62,7 @@ class Tools:
             result = function(**call.arguments)
             if inspect.isawaitable(result):
                 result = asyncio.run(wait_for(result))
-        except Exception as error:  # the user's code may raise anything
+        except (Exception, SystemExit) as error:  # the user's code may raise anything
             return f"Error: {type(error).__name__}: {error}"
         return result if isinstance(result, str) else json.dumps(result, default=str)
 

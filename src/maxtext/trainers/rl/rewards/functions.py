@@ -15,7 +15,7 @@ import numpy as np
 
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.input_pipeline.formatting import load_function
-from maxtext.input_pipeline.user_code import traceback_of
+from maxtext.input_pipeline.user_code import run_failure
 
 Columns = Mapping[str, Sequence[Any]]
 
@@ -35,6 +35,7 @@ def reward_functions(
 ) -> list[RewardFunction]:
     """Functions with their names and weights. Raises ConfigError if the weights do not fit, or if
     two functions have one name."""
+    check_functions("rewards", functions)
     names = [getattr(function, "__name__", type(function).__name__) for function in functions]
     if repeated := [name for name in names if names.count(name) > 1]:
         raise ConfigError(f"two reward functions have the name {repeated[0]!r}: rename one")
@@ -42,6 +43,15 @@ def reward_functions(
         RewardFunction(name, function) for name, function in zip(names, functions, strict=True)
     ]
     return with_weights(named, weights)
+
+
+def check_functions(name: str, functions: Any) -> None:
+    """Raise ConfigError if an argument is no list of functions."""
+    if not isinstance(functions, list | tuple):
+        raise ConfigError(f"{name} must be a list of functions, not {functions!r}")
+    for function in functions:
+        if not callable(function):
+            raise ConfigError(f"{name} must be a list of functions, and has {function!r}")
 
 
 def with_weights(
@@ -128,8 +138,15 @@ def run_together(awaitables: Mapping[str, Awaitable]) -> dict[str, Any]:
         return {}
     results: list[Any] = []
 
+    async def result_of(awaitable: Awaitable) -> Any:
+        try:
+            return await awaitable
+        except SystemExit as error:  # would end the event loop
+            return error
+
     async def gather() -> None:
-        results.extend(await asyncio.gather(*awaitables.values(), return_exceptions=True))
+        running = map(result_of, awaitables.values())
+        results.extend(await asyncio.gather(*running, return_exceptions=True))
 
     thread = threading.Thread(target=lambda: asyncio.run(gather()), name="maxtext-rewards")
     thread.start()
@@ -148,14 +165,7 @@ def failure(
     for no single row."""
     row = failing_row(function, prompts, completions, columns)
     where = "this batch" if row is None else f"row {row}, completion {completions[row][:80]!r}"
-    message = " ".join(str(error).split()) or "no message"
-    user_error = UserError(
-        f"the reward function {function.name} failed for {where}: {type(error).__name__}: "
-        f"{message}; its traceback follows"
-    )
-    if isinstance(error, Exception):
-        user_error.details = traceback_of(error)
-    return user_error
+    return run_failure(f"the reward function {function.name} failed for {where}", error)
 
 
 def failing_row(
@@ -179,6 +189,8 @@ def to_array(name: str, values: Any, rows: int) -> np.ndarray:
     """float32 [rows]; None becomes nan. Raises UserError for another number of values, and for a
     value that is no finite number."""
     try:
+        if isinstance(values, str | bytes | Mapping):
+            raise TypeError
         values = list(values)
     except TypeError:
         raise UserError(
