@@ -39,10 +39,11 @@ def sampling_problem(settings: Settings) -> str | None:
             f"{', '.join(names)}, or add it to generation_configs"
         )
     sampling = evaluation_sampling(settings.eval_sampling_strategy, settings.generation_configs)
-    if sampling["temperature"] < 0 or not 0 < sampling["top_p"] <= 1 or sampling["top_k"] < -1:
+    temperature, top_k, top_p = (sampling[key] for key in ("temperature", "top_k", "top_p"))
+    if not temperature >= 0 or not 0 < top_p <= 1 or top_k < -1 or not isinstance(top_k, int):
         return (
             f"generation_configs.{settings.eval_sampling_strategy} needs eval_temperature of at "
-            "least 0, eval_top_p above 0 and at most 1, and eval_top_k of at least -1"
+            "least 0, eval_top_p above 0 and at most 1, and a whole eval_top_k of at least -1"
         )
     return None
 

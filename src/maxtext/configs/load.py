@@ -210,7 +210,8 @@ def fill_rl_defaults(settings: Layer) -> None:
         lengths = [number(key) for key in ("steps", "learning_rate_schedule_steps")]
         if settings["steps"].source.kind == "default" or lengths == [-1, -1]:
             batches = number("num_batches") * number("train_fraction") * number("num_epoch")
-            steps = max(int(batches), 1) * number("num_iterations")
+            # 0.29 · 100 is 28.999999999999996 in binary.
+            steps = max(int(round(batches, 6)), 1) * number("num_iterations")
             settings["steps"] = Setting(steps, Source("derived", "num_batches"))
         micro_batch, prompts = number("train_micro_batch_size"), number("batch_size")
         accumulates = settings["gradient_accumulation_steps"].source.is_user

@@ -355,7 +355,12 @@ def test_logged_rollout_has_the_answer(caplog):
 
 
 def test_steps_are_those_of_the_batches(base):
-    for keys, steps in (({}, 4), ({"steps": -1}, 4), ({"train_fraction": 0.5}, 2)):
+    for keys, steps in (
+        ({}, 4),
+        ({"steps": -1}, 4),
+        ({"train_fraction": 0.5}, 2),
+        ({"train_fraction": 0.29, "num_batches": 100}, 58),
+    ):
         settings = RUN | {"num_batches": 2, "num_iterations": 2, **keys}
         overrides = from_python({"load_parameters_path": str(base), **settings})
         assert load_run(HERE / "grpo.yml", overrides, None).steps == steps

@@ -11,12 +11,18 @@ from maxtext.common.errors import ConfigError, UserError
 from maxtext.configs.derive import Devices
 from maxtext.configs.sources import HERE, from_python
 from maxtext.inference import LLM
-from maxtext.inference.requests import GenerationRequest
+from maxtext.inference.requests import Completion, GenerationRequest
 from maxtext.inference.sampling_params import SamplingParams
 from maxtext.models.configuration import load
+from maxtext.tokenizers import open_tokenizer
 from maxtext.trainers import tune
 from maxtext.trainers.rl.group_sampler import Prompt
-from maxtext.trainers.rl.response_evaluation import Responses, evaluate_responses, write_responses
+from maxtext.trainers.rl.response_evaluation import (
+    Responses,
+    evaluate_llm_responses,
+    evaluate_responses,
+    write_responses,
+)
 from maxtext.trainers.rl.rewards.builtin import builtin_rewards
 from maxtext.trainers.rl.rewards.functions import reward_functions
 from maxtext.trainers.rl.rollout import sample_seed
@@ -143,6 +149,10 @@ def test_rows_need_answers():
         ({"generation_configs": {"a": 3}}, "must map"),
         ({"generation_configs": {"a": {"eval_top_k": "x"}}}, "is not a number"),
         ({"generation_configs": {"greedy": {"eval_top_p": 2}}}, "above 0 and at most 1"),
+        ({"generation_configs": {"greedy": {"eval_top_k": 1.5}}}, "a whole eval_top_k"),
+        ({"generation_configs": {"greedy": {"eval_temperature": float("nan")}}}, "at least 0"),
+        ({"math_verify_num_procs": 0}, "at least 1"),
+        ({"math_verify_timeout": 0}, "at least 1"),
         ({"eval_corr_lst": True}, "it needs eval_make_lst=true"),
         ({"num_eval_passes": 0}, "at least 1"),
         ({"eval_batch_size": 0}, "at least 1, or -1"),
@@ -198,6 +208,40 @@ def test_policy_is_evaluated_before_and_after_training(base, problems, tmp_path,
     assert all(0 < each["eval_reward"] < 1 for each in evaluations)
     lines = (tmp_path / "run/evaluation.jsonl").read_text().splitlines()
     assert [json.loads(line)["question"] for line in lines] == [f"{i}+{i}=" for i in range(1, 6)]
+
+
+class Completions:
+    """A model that responds to each request with its stop string."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer = tokenizer
+        self.requests = []
+
+    def completions(self, requests):
+        self.requests = requests
+        token_ids = tuple(self.tokenizer.encode("<answer>42</answer>"))
+        for index in range(len(requests)):
+            yield Completion(index, token_ids, text="<answer>42", finish_reason="stop")
+
+
+def test_command_grades_what_a_run_does(tmp_path):
+    """Texts have their stop string, and prompts the system prompt."""
+    template = tmp_path / "template.jinja"
+    template.write_text("{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}")
+    config = configure(
+        num_eval_passes=1,
+        tokenizer_path="byte",
+        stop_strings=["</answer>"],
+        use_agentic_rollout=True,
+        system_prompt="Add.",
+        chat_template_path=str(template),
+    )
+    llm = Completions(open_tokenizer("byte"))
+    evaluation = evaluate_llm_responses(config, llm, PROBLEMS, builtin_rewards(config))
+    assert [problem.accuracy for problem in evaluation.problems] == [1.0, 0.0]
+    prompts = [llm.tokenizer.decode(request.prompt) for request in llm.requests]
+    assert prompts == ["s:Add.;u:6*7=;", "s:Add.;u:2+2=;"]
+    assert llm.requests[0].params.max_new_tokens == 300 - len(llm.requests[0].prompt)
 
 
 @pytest.mark.slow

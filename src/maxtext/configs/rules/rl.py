@@ -45,7 +45,7 @@ in_range(
 )
 in_range(0, None, "num_test_batches", special=(-1,))
 in_range(0, None, "test_batch_start_index")
-in_range(1, None, "num_eval_passes")
+in_range(1, None, "num_eval_passes", "math_verify_timeout", "math_verify_num_procs")
 
 
 inert_unless(

@@ -7,7 +7,7 @@ the number of slots change a text.
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,9 @@ from maxtext.inference.requests import GenerationRequest
 from maxtext.inference.sampling_params import SamplingParams
 from maxtext.input_pipeline.interface import Split
 from maxtext.input_pipeline.loader import open_data_streams
+from maxtext.tokenizers import Tokenizer, load_tokenizer
 from maxtext.trainers.data_loader import eval_data_hint
+from maxtext.trainers.rl.agents.agent import AgenticSampler
 from maxtext.trainers.rl.group_sampler import Prompt, mean, read_prompts
 from maxtext.trainers.rl.rewards.answers import accepted_answers
 from maxtext.trainers.rl.rewards.builtin import answer_column
@@ -164,18 +166,32 @@ def evaluate_llm_responses(
     prompts: Sequence[Prompt],
     rewards: Sequence[RewardFunction],
 ) -> ResponseEvaluation:
-    """`evaluate_responses` with the responses of a loaded model. Raises UserError if one cannot be
+    """`evaluate_responses` with the responses of a loaded model, whose texts are those that reward
+    functions get in a run: with the stop string, if one ended it. Raises UserError if one cannot be
     sampled."""
+    tokenizer = load_tokenizer(config)
+    if config.system_prompt:
+        prompts = with_system_prompt(config, tokenizer, prompts)
 
     def sample(problems: Sequence[Prompt], requests: Sequence[GenerationRequest]) -> Responses:
         texts = [""] * len(requests)
         for completion in llm.completions(list(requests)):
             if completion.error is not None:
                 raise UserError(completion.error)
-            texts[completion.index] = completion.text or ""
+            texts[completion.index] = tokenizer.decode(completion.token_ids)
         return Responses(texts)
 
     return evaluate_responses(config, prompts, sample, rewards)
+
+
+def with_system_prompt(
+    config: MaxTextConfig, tokenizer: Tokenizer, prompts: Sequence[Prompt]
+) -> list[Prompt]:
+    """The prompts with the tokens of conversations that begin with system_prompt."""
+    rows = [prompt.columns for prompt in prompts]
+    requests = [GenerationRequest(prompt.ids) for prompt in prompts]
+    token_ids = AgenticSampler(config, tokenizer, None).prompt_ids(rows, requests)
+    return [replace(prompt, ids=list(ids)) for prompt, ids in zip(prompts, token_ids, strict=True)]
 
 
 def response_request(
