@@ -16,6 +16,7 @@ from maxtext.inference.grammar_batch import GrammarBatch
 from maxtext.inference.logprobs import NONE, program_count
 from maxtext.inference.sampling import BatchedSamplingParams, batch_mode
 from maxtext.inference.sampling_params import SamplingMode, SamplingParams
+from maxtext.kernels.decode.prefix_attention import PrefixGroups
 
 MAX_DECODE_STEPS = 16  # tokens of a slot in one decode program
 STATIC_DECODE_STEPS = (4, MAX_DECODE_STEPS)  # where the number of steps is static
@@ -56,6 +57,7 @@ class DecodeBatch:
     num_steps: Any  # int32
     # [R], the slots to extend; N is padding, and no other slot occurs twice. None: all slots.
     slots: Any = None
+    prefix_groups: PrefixGroups | None = None  # rows that share blocks, which are read once
     grammar: GrammarBatch | None = None
     static_steps: int = field(default=0, metadata=STATIC)  # instead of num_steps; 0: num_steps
     contiguous: bool = field(default=False, metadata=STATIC)  # slot n has block n only
@@ -79,6 +81,7 @@ class BatchBuilder:
     vocab_size: int
     has_adapters: bool = False
     can_roll_back: bool = False  # the newest tokens of a sequence can be dropped from its caches
+    groups_prefixes: bool = False  # decode reads blocks of several sequences once
 
     def prefill(
         self, chunks: Sequence[tuple[sequence.Sequence, int]], packed: bool
@@ -177,6 +180,7 @@ class BatchBuilder:
             finished_mask=finished_mask,
             num_steps=np.int32(num_steps),
             slots=slots,
+            prefix_groups=self.prefix_groups(sequences, rows, columns),
             grammar=GrammarBatch.from_sequences(sequences, rows, columns, self.can_roll_back),
             static_steps=num_steps if self.few_programs else 0,
             contiguous=self.contiguous,
@@ -198,6 +202,14 @@ class BatchBuilder:
             tables[index] = seq.blocks[0]
             tables[index, : len(seq.blocks)] = seq.blocks
         return tables
+
+    def prefix_groups(
+        self, sequences: Sequence[sequence.Sequence], rows: int, columns: Sequence[int]
+    ) -> PrefixGroups | None:
+        if not self.groups_prefixes:
+            return None
+        blocks = [seq.blocks for seq in sequences]
+        return PrefixGroups.from_pages(blocks, columns, rows, self.block_size)
 
     def kv_len(self, lengths: Iterable[int]) -> int:
         return shapes.kv_length(max(lengths), self.max_blocks * self.block_size)

@@ -65,7 +65,10 @@ class InferenceEngine:
         length: int,
         timed: bool = True,
         max_batched_tokens: int | None = None,
+        shared_prompts: bool = False,
     ):
+        """`shared_prompts`: nearly all requests are for several completions of a prompt, so that
+        decode programs always read the blocks of a prompt once for all of them."""
         config, build = programs.config, programs.build
         self.requested_size = slots, length
         fast_single_row = build.decode_rows == 1 or config.quantization == "int8"
@@ -76,7 +79,7 @@ class InferenceEngine:
         self.programs = programs
         self.cache_config = cache_config
         self.executor = Executor(programs, weights, cache_config)
-        self.batches = self.executor.batch_builder()
+        self.batches = self.executor.batch_builder(shared_prompts)
         self.prefix_cache = build_prefix_cache(config, self.executor)
         chunk_size = config.prefill_chunk_size if config.use_chunked_prefill else None
         if max_batched_tokens is not None:

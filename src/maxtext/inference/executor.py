@@ -73,7 +73,8 @@ class Executor:
             slot = np.int32(sequence.slot)
             self.processors = self.programs.set_processors(self.processors, slot, row)
 
-    def batch_builder(self) -> BatchBuilder:
+    def batch_builder(self, shared_prompts: bool) -> BatchBuilder:
+        """`shared_prompts`: many sequences have the prompt of another."""
         block_size = self.cache_config.tokens_per_block
         return BatchBuilder(
             num_slots=self.cache_config.slots,
@@ -86,6 +87,7 @@ class Executor:
             vocab_size=self.programs.config.vocab_size,
             has_adapters=self.programs.build.adapters is not None,
             can_roll_back=not self.has_slot_caches,
+            groups_prefixes=shared_prompts and self.reads_in_place,
         )
 
     # Copies of cache contents, for the prefix cache.

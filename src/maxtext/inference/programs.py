@@ -353,6 +353,7 @@ class Programs:
         inputs = LayerInputs(
             state.positions[:, None],
             block_table=batch.block_tables,
+            prefix_groups=batch.prefix_groups,
             contiguous=batch.contiguous,
             max_kv_len=batch.kv_len,
             adapter_ids=None if self.build.adapters is None else state.adapter_ids,

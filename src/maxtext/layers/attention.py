@@ -247,6 +247,7 @@ class Attention(Sublayer):
             scale=spec.scale,
             soft_cap=spec.soft_cap,
             sinks=None if self.sinks is None else self.sinks[...],
+            groups=inputs.prefix_groups,
             block=spec.paged_kernel_block or paged_attention.BLOCK,
         )
         aux: Aux = {"cache": replace(cache, blocks=blocks)}

@@ -9,6 +9,7 @@ import jax
 from flax import nnx
 
 from maxtext.common.load_balance import LoadBalancedOrder
+from maxtext.kernels.decode.prefix_attention import PrefixGroups
 from maxtext.layers.shared_prefix import SharedPrefix
 
 # Small float32 values by name: load_balance_loss, expert_load [X], indexer_loss, max_logits [H];
@@ -29,6 +30,7 @@ class LayerInputs:
     # Whether the cache holds no earlier token of these sequences.
     is_first_chunk: bool = field(default=False, metadata={"static": True})
     block_table: jax.Array | None = None  # [B, C], the blocks of each row, or of each segment
+    prefix_groups: PrefixGroups | None = None  # rows that share blocks, which are read once
     # Whether row b of the batch has block b, and no other.
     contiguous: bool = field(default=False, metadata={"static": True})
     # Upper bound of the segments in a row, padding included; 0: unknown.

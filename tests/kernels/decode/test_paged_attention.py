@@ -10,6 +10,7 @@ import pytest
 
 from maxtext.kernels.attention import AttentionMask, attend
 from maxtext.kernels.decode import paged_attention as decode
+from maxtext.kernels.decode.prefix_attention import GROUP_ROWS, PrefixGroups
 from maxtext.kernels.weight_only import dequantize, quantize
 
 BATCH, HEADS, GROUPS, HEAD_DIM, PAGES, PAGE, COLUMNS = 4, 6, 2, 16, 30, 16, 3
@@ -35,23 +36,23 @@ def problem():
     return q, new, pool, table
 
 
-def write_tokens(new, pool, table):
+def write_tokens(new, pool, table, positions=POSITIONS):
     """The pool with the new tokens in their pages."""
     after = {name: np.array(array) for name, array in pool.items()}
-    for row, position in enumerate(POSITIONS):
+    for row, position in enumerate(positions):
         if position >= 0:
             for name, array in new.items():
                 after[name][table[row, position // PAGE], position % PAGE] = array[row]
     return {name: jnp.asarray(array) for name, array in after.items()}
 
 
-def reference(q, pool, table, **options):
+def reference(q, pool, table, positions=POSITIONS, **options):
     """dot_product over a copy of each row's pages in order."""
     k, v = (
         pool[name][table].reshape(BATCH, MAX_LENGTH, GROUPS, HEAD_DIM).astype(jnp.float32)
         for name in ("key", "value")
     )
-    positions = jnp.asarray(POSITIONS)[:, None]
+    positions = jnp.asarray(positions)[:, None]
     return attend(
         q[:, None].astype(jnp.float32),
         k,
@@ -67,13 +68,13 @@ def reference(q, pool, table, **options):
     )[:, 0]
 
 
-def run(q, new, pool, table, **options):
+def run(q, new, pool, table, positions=POSITIONS, **options):
     context, after = decode.paged_attention(
         q,
         new,
         pool,
         table,
-        jnp.asarray(POSITIONS, jnp.int32),
+        jnp.asarray(positions, jnp.int32),
         scale=0.3,
         interpret=not GPU,
         **options,
@@ -117,6 +118,66 @@ def test_soft_cap_and_sinks(option):
     right = write_tokens(new, pool, table)
     np.testing.assert_allclose(context, reference(q, right, table, **options), atol=TOLERANCE)
     assert np.abs(context - reference(q, right, table)).max() > 3 * TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("positions", "shared_rows", "splits"),
+    [
+        ([37, 40, 9, 32], [0, 1, 3], 1),
+        ([37, -1, 47, 32], [0, 1, 2, 3], 2),  # one row of the group is idle
+    ],
+)
+def test_pages_of_several_rows_are_read_once(positions, shared_rows, splits):
+    q, new, pool, table = problem()
+    table = np.array(table)
+    table[shared_rows, :2] = table[shared_rows[0], :2]
+    pages = [row[:3].tolist() for row in table]
+    groups = PrefixGroups.from_pages(pages, range(BATCH), BATCH, PAGE)
+    assert sorted(groups.rows[groups.rows < BATCH]) == shared_rows
+    assert groups.lengths.tolist() == [2 * PAGE]
+    table = jnp.asarray(table)
+    options = {"soft_cap": 2.0, "sinks": jnp.arange(HEADS, dtype=jnp.float32) / 3}
+    context, after = run(
+        q, new, pool, table, positions, groups=groups, splits=splits, block=8, **options
+    )
+    right = write_tokens(new, pool, table, positions)
+    expected = reference(q, right, table, positions, **options)
+    np.testing.assert_allclose(context, expected, atol=TOLERANCE)
+    assert not context[np.array(positions) < 0].any()
+    for name, array in right.items():
+        assert np.array_equal(after[name], array), name
+    # The pages of a group are those of its first row, whatever the others' tables say.
+    others = np.setdiff1d(shared_rows, groups.rows[0, 0])
+    elsewhere = table.at[others, :2].set(0)
+    context, _ = run(
+        q, new, pool, elsewhere, positions, groups=groups, splits=splits, block=8, **options
+    )
+    np.testing.assert_allclose(context, expected, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("pages", "expected"),
+    [
+        ([[5, 6, 7], [1, 2, 3], [5, 6, 8], [1, 2, 4]], {(0, 2): 2, (1, 3): 2}),
+        ([[5, 6, 7, 8], [5, 6, 7, 9], [5, 2]], {(0, 1): 3}),  # the last one shares too little
+        ([[5, 6, 7], [5, 2], [5, 6, 8]], {(0, 1, 2): 1}),
+        ([[index] for index in range(4)], {}),
+        ([[5, index] for index in range(10)], {tuple(range(8)): 1, (8, 9): 1}),
+    ],
+)
+def test_groups_are_rows_that_begin_with_the_same_pages(pages, expected):
+    rows = range(10, 10 + len(pages))
+    groups = PrefixGroups.from_pages(pages, rows, 20, PAGE)
+    found = {
+        tuple(sorted(int(row) - 10 for row in members if row < 20)): int(length) // PAGE
+        for members, length in zip(groups.rows, groups.lengths, strict=True)
+        if length
+    }
+    assert found == expected
+    lengths = np.zeros(20, int)
+    for members, count in expected.items():
+        lengths[[10 + row for row in members]] = count * PAGE
+    np.testing.assert_array_equal(groups.row_lengths, lengths)
 
 
 @pytest.mark.parametrize("by_head", [True, False])
@@ -180,8 +241,8 @@ def test_kernel_lowers_for_gpus(dtype):
             cache |= {f"{name}_scale": shape(*first, of="float32") for name in ("key", "value")}
         return cache
 
-    def lower(q, new, pool, table, positions):
-        return decode.paged_attention(q, new, pool, table, positions, scale=0.1)
+    def lower(q, new, pool, table, positions, groups):
+        return decode.paged_attention(q, new, pool, table, positions, scale=0.1, groups=groups)
 
     arguments = (
         shape(batch, heads, head_dim, of="bfloat16"),
@@ -190,9 +251,14 @@ def test_kernel_lowers_for_gpus(dtype):
         shape(batch, 8, of="int32"),
         shape(batch, of="int32"),
     )
-    text = jax.jit(lower).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
-    assert "paged_attention" in text
-    assert "triton" in text
+    rows, lengths = shape(1, GROUP_ROWS, of="int32"), shape(1, of="int32")
+    groups = PrefixGroups(rows, lengths, shape(batch, of="int32"))
+    for prefix in (None, groups):
+        traced = jax.jit(lower).trace(*arguments, prefix)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+        assert "paged_attention" in text
+        assert ("prefix_attention" in text) == (prefix is not None)
+        assert "triton" in text
 
 
 @pytest.mark.parametrize(

@@ -151,7 +151,7 @@ def test_paged_caches_of_a_gpu_sample_the_same(context, engine, weights, rollout
     monkeypatch.undo()
     assert paged.programs.config.pagedattn_num_pages == 4
     paged.sync(weights, len(PROMPTS))
-    assert paged.engine.cache_config.block_size == 64
+    assert paged.engine.cache_config.block_size == 32
     assert [each.token_ids for each in paged.generate(requests(logprobs=0))] == [
         each.token_ids for each in rollouts
     ]

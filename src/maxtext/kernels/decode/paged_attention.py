@@ -10,12 +10,11 @@ C table columns.
 As in Flash-Decoding, the keys of a sequence are split into `splits` spans, each read by one program
 for each key/value head, so that one long sequence occupies the whole GPU; a second kernel combines
 the spans. The program whose span has the position of the new token writes it to its page. No
-program reads it there: the new token is an input of all of them.
+program reads it there: the new token is an input of all of them. Pages that several rows share can
+be read once for all of them, see prefix_attention.py.
 """
 
 import functools
-import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -26,14 +25,25 @@ from jax.experimental.pallas import triton
 
 from maxtext.common.gpu import is_nvidia
 from maxtext.kernels.attention.dot_product import MASK_VALUE
+from maxtext.kernels.decode.paged_tiles import (
+    MIN_ROWS,
+    SHARED_BYTES,
+    Partial,
+    add_partial,
+    add_tile,
+    block_and_stages,
+    head_spec,
+    scaled,
+    soft_capped,
+    tile_bytes,
+)
+from maxtext.kernels.decode.prefix_attention import PrefixGroups, prefix_attention
 
-MIN_ROWS = 16  # of a tensor core matmul, in both dimensions: fewer query heads are padded
 PROGRAMS = 528  # four for each multiprocessor of an H100 or H200; more are slower to combine
 MIN_SPLITS = 2  # balances sequences of different lengths
 BLOCK = 64  # tokens that a program reads at a time
-MAX_STAGES = 4  # of the software pipeline
+MAX_TWO_WARP_BLOCK = 32  # tokens
 COMBINED_ELEMENTS = 4096  # elements of spans that are combined at a time
-SHARED_BYTES = 96 * 1024  # shared memory for all stages, which every supported GPU has
 
 
 def unsupported_reason(
@@ -55,24 +65,6 @@ def unsupported_reason(
     return None
 
 
-def block_and_stages(block: int, page: int, head_dim: int, dtype: Any) -> tuple[int, int]:
-    """The tokens that a program reads at a time, a divisor of the page, and the pipeline stages
-    that fit in shared memory.
-    """
-    block = math.gcd(max(pl.next_power_of_2(block), MIN_ROWS), page)
-    while block > MIN_ROWS and tile_bytes(block, head_dim, dtype) > SHARED_BYTES // 2:
-        block //= 2
-    return block, max(1, min(MAX_STAGES, SHARED_BYTES // tile_bytes(block, head_dim, dtype)))
-
-
-def head_spec(first: int | None, array: Array, index: Callable[[Any], Any]) -> pl.BlockSpec:
-    """The block of one head of an array with heads, or of the whole array without."""
-    if array.ndim == 1:
-        return pl.BlockSpec((first,), lambda b, k, s: (index(b),))
-    rest = array.shape[2:]
-    return pl.BlockSpec((first, None, *rest), lambda b, k, s: (index(b), k, *[0] * len(rest)))
-
-
 def paged_attention(
     q: Array,
     new: dict[str, Array],
@@ -83,6 +75,7 @@ def paged_attention(
     scale: float,
     soft_cap: float | None = None,
     sinks: Array | None = None,
+    groups: PrefixGroups | None = None,
     block: int = BLOCK,
     splits: int | None = None,
     interpret: bool = False,
@@ -92,38 +85,77 @@ def paged_attention(
     q [B, H, D]; `new` has "key" and "value" [B, K, D] in the dtype of the pool, which is [P, page,
     K, D]; a quantized pool also has "key_scale" and "value_scale", [B] or [B, K] for a token. table
     [B, C]: the pages of each row. positions [B] of the new tokens; -1 for an idle row, whose output
-    is 0. `block`: tokens that a program reads at a time; reduced to a divisor of the page.
+    is 0. `groups` of rows that share pages, which are read once. `block`: tokens that a program
+    reads at a time; reduced to a divisor of the page.
     """
-    batch, heads, head_dim = q.shape
-    pages, page, kv_heads, _ = pool["key"].shape
-    group_size = heads // kv_heads
-    padded_group = max(MIN_ROWS, pl.next_power_of_2(group_size))
+    batch, _, head_dim = q.shape
+    _, page, kv_heads, _ = pool["key"].shape
     block, stages = block_and_stages(block, page, head_dim, pool["key"].dtype)
     tiles = table.shape[1] * page // block
-    splits = splits or min(tiles, max(MIN_SPLITS, pl.cdiv(PROGRAMS, batch * kv_heads)))
+    min_splits = MIN_SPLITS if groups is None else 1  # rows that share a prompt begin together
+    splits = splits or min(tiles, max(min_splits, pl.cdiv(PROGRAMS, batch * kv_heads)))
     flat_pool = {name: array.reshape(-1, *array.shape[2:]) for name, array in pool.items()}
-    new_specs = [head_spec(None, new[name], lambda b: b) for name in pool]
-    pool_specs = [head_spec(pages * page, flat_pool[name], lambda b: 0) for name in pool]
-    kernel = functools.partial(
-        attention_span,
-        names=tuple(pool),
-        group_size=group_size,
-        padded_group=padded_group,
-        page=page,
-        block=block,
+    tile_options: dict[str, Any] = dict(page=page, block=block, scale=scale, soft_cap=soft_cap)
+    run_options: dict[str, Any] = dict(stages=stages, interpret=interpret)
+    prefix: list[Array] = []
+    if groups is not None:
+        partial = prefix_attention(q, flat_pool, table, groups, **tile_options, **run_options)
+        prefix = [groups.row_lengths, *partial]
+    spans, written = attend_spans(
+        q.reshape(batch, kv_heads, -1, head_dim),
+        new,
+        flat_pool,
+        table,
+        positions,
+        prefix,
         splits=splits,
-        scale=scale,
-        soft_cap=soft_cap,
+        tile_options=tile_options,
+        **run_options,
     )
+    attn_out = combine_spans(*spans, sinks, q.dtype, interpret)
+    updated_pool = {name: array.reshape(pool[name].shape) for name, array in written.items()}
+    return attn_out.reshape(q.shape), updated_pool
+
+
+def attend_spans(
+    q: Array,
+    new: dict[str, Array],
+    flat_pool: dict[str, Array],
+    table: Array,
+    positions: Array,
+    prefix: list[Array],
+    *,
+    splits: int,
+    tile_options: dict[str, Any],
+    stages: int,
+    interpret: bool,
+) -> tuple[Partial, dict[str, Array]]:
+    """The partial results [B, K, splits, G, D] and twice [B, K, splits, G] of each span of q [B, K,
+    G, D], and the pool with the new tokens in it."""
+    batch, kv_heads, group_size, head_dim = q.shape
+    by_row = pl.BlockSpec((1,), lambda b, k, s: (b,))
+    query_heads = pl.BlockSpec((None, None, group_size, head_dim), lambda b, k, s: (b, k, 0, 0))
+    by_head = pl.BlockSpec((None, None, group_size), lambda b, k, s: (b, k, 0))
     by_span = pl.BlockSpec((None, None, None, group_size), lambda b, k, s: (b, k, s, 0))
+    pool_specs = [head_spec(len(array), array, lambda b: 0) for array in flat_pool.values()]
+    spans = (batch, kv_heads, splits, group_size)
+    num_inputs = 3 + len(flat_pool) + len(prefix)
     context, largest, total, *written = pl.pallas_call(
-        kernel,
+        functools.partial(
+            attention_span,
+            names=tuple(flat_pool),
+            group_size=group_size,
+            padded_group=max(MIN_ROWS, pl.next_power_of_2(group_size)),
+            splits=splits,
+            **tile_options,
+        ),
         grid=(batch, kv_heads, splits),
         in_specs=[
-            pl.BlockSpec((None, None, group_size, head_dim), lambda b, k, s: (b, k, 0, 0)),
+            query_heads,
             pl.BlockSpec((None, table.shape[1]), lambda b, k, s: (b, 0)),
-            pl.BlockSpec((1,), lambda b, k, s: (b,)),
-            *new_specs,
+            by_row,
+            *(head_spec(None, new[name], lambda b: b) for name in flat_pool),
+            *([by_row, query_heads, by_head, by_head] if prefix else []),
             *pool_specs,
         ],
         out_specs=[
@@ -133,31 +165,19 @@ def paged_attention(
             *pool_specs,
         ],
         out_shape=[
-            jax.ShapeDtypeStruct((batch, kv_heads, splits, group_size, head_dim), jnp.float32),
-            jax.ShapeDtypeStruct((batch, kv_heads, splits, group_size), jnp.float32),
-            jax.ShapeDtypeStruct((batch, kv_heads, splits, group_size), jnp.float32),
+            jax.ShapeDtypeStruct((*spans, head_dim), jnp.float32),
+            jax.ShapeDtypeStruct(spans, jnp.float32),
+            jax.ShapeDtypeStruct(spans, jnp.float32),
             *(jax.ShapeDtypeStruct(array.shape, array.dtype) for array in flat_pool.values()),
         ],
-        input_output_aliases={3 + len(pool) + number: 3 + number for number in range(len(pool))},
+        input_output_aliases={num_inputs + number: 3 + number for number in range(len(flat_pool))},
         interpret=interpret,
         name="paged_attention",
-        compiler_params=triton.CompilerParams(num_warps=2 if block <= 32 else 4, num_stages=stages),
-    )(
-        q.reshape(batch, kv_heads, group_size, head_dim),
-        table,
-        positions,
-        *(new[name] for name in pool),
-        *flat_pool.values(),
-    )
-    attn_out = combine_spans(context, largest, total, sinks, q.dtype, interpret)
-    arrays = zip(pool, written, strict=True)
-    updated_pool = {name: array.reshape(pool[name].shape) for name, array in arrays}
-    return attn_out.reshape(q.shape), updated_pool
-
-
-def tile_bytes(block: int, head_dim: int, dtype: Any) -> int:
-    """The bytes of a block of keys and values."""
-    return 2 * block * head_dim * max(jnp.dtype(dtype).itemsize, 1)
+        compiler_params=triton.CompilerParams(
+            num_warps=2 if tile_options["block"] <= MAX_TWO_WARP_BLOCK else 4, num_stages=stages
+        ),
+    )(q, table, positions, *(new[name] for name in flat_pool), *prefix, *flat_pool.values())
+    return (context, largest, total), dict(zip(flat_pool, written, strict=True))
 
 
 def combine_spans(
@@ -284,56 +304,44 @@ def attention_span(
 ) -> None:
     """One span of a sequence for one key/value head: the weighted sum of its values (unnormalised),
     its largest logit, and the sum of its softmax weights."""
+    num_pools = len(names)
     news, pools = (
         dict(zip(names, part, strict=True))
-        for part in (refs[: len(names)], refs[len(names) : -len(names) - 3])
+        for part in (refs[:num_pools], refs[-2 * num_pools - 3 : -num_pools - 3])
     )
-    context_ref, largest_ref, total_ref, *written = refs[-len(names) - 3 :]
+    prefix_refs = refs[num_pools : -2 * num_pools - 3]
+    context_ref, largest_ref, total_ref, *written = refs[-num_pools - 3 :]
     row = jnp.arange(padded_group)
     q = q_ref[jnp.minimum(row, group_size - 1), :]
     position = position_ref[0]
-    span = pl.cdiv(position // block + 1, splits)  # in tiles, for this row
-    first = pl.program_id(2) * span
+    first_tile = prefix_refs[0][0] // block if prefix_refs else 0
+    span = pl.cdiv(position // block + 1 - first_tile, splits)  # in tiles, for this row
+    first = first_tile + pl.program_id(2) * span
     last = jnp.minimum(first + span, (position + block - 1) // block)  # before the new token
     owns_new_token = (
         (position >= 0) & (position // block >= first) & (position // block < first + span)
     )
 
-    def soft_capped(logits: Array) -> Array:
-        return logits if soft_cap is None else soft_cap * jnp.tanh(logits / soft_cap)
-
-    def scaled(x: Array, refs: dict[str, Any], name: str, at: Any) -> Array:
-        """x times the scale of each token, which is its last dimension."""
-        return x * refs[name + "_scale"][at] if name + "_scale" in refs else x
-
-    def read(tile: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        context, largest, total = carry
+    def read(tile: Array, partial: Partial) -> Partial:
         k_positions = tile * block + jnp.arange(block)
         # A tile is within one page.
         slots = table_ref[tile * block // page] * page + k_positions % page
-        logits = triton.dot(q, pools["key"][slots, :].astype(q.dtype), trans_b=True) * scale
-        logits = soft_capped(scaled(logits, pools, "key", slots))
         visible = k_positions < position
-        logits = jnp.where(visible[None, :], logits, MASK_VALUE)
-        new_max = jnp.maximum(largest, logits.max(axis=1))
-        weights = jnp.where(visible[None, :], jnp.exp(logits - new_max[:, None]), 0)
-        decay = jnp.exp(largest - new_max)
-        total = total * decay + weights.sum(axis=1)
-        weights = scaled(weights, pools, "value", slots).astype(q.dtype)
-        context = context * decay[:, None] + triton.dot(
-            weights, pools["value"][slots, :].astype(q.dtype)
-        )
-        return context, new_max, total
+        return add_tile(q, pools, slots, visible, partial, scale=scale, soft_cap=soft_cap)
 
     new_key, new_value = (news[name][...].astype(jnp.float32) for name in ("key", "value"))
     logits = (q.astype(jnp.float32) * new_key[None, :]).sum(axis=1) * scale
+    logits = soft_capped(scaled(logits, news, "key", ...), soft_cap)
     value = scaled(new_value, news, "value", ...)
-    carry = (
+    partial = (
         jnp.zeros((padded_group, 1), jnp.float32) + jnp.where(owns_new_token, value, 0)[None, :],
-        jnp.where(owns_new_token, soft_capped(scaled(logits, news, "key", ...)), MASK_VALUE),
+        jnp.where(owns_new_token, logits, MASK_VALUE),
         jnp.where(owns_new_token, jnp.ones((padded_group,), jnp.float32), 0),
     )
-    context, largest, total = jax.lax.fori_loop(first, last, read, carry)
+    if prefix_refs:
+        is_first_span = (pl.program_id(2) == 0) & (first_tile > 0) & (position >= 0)
+        partial = add_partial(partial, read_prefix(prefix_refs, row, group_size, is_first_span))
+    context, largest, total = jax.lax.fori_loop(first, last, read, partial)
     valid = row < group_size
     column = jnp.arange(q.shape[1])
     triton.store(
@@ -348,3 +356,15 @@ def attention_span(
     for name, ref in zip(names, written, strict=True):
         new = news[name][...]
         triton.store(ref.at[slot], new, mask=jnp.broadcast_to(owns_new_token, new.shape))
+
+
+def read_prefix(refs: Any, row: Array, group_size: int, is_used: Array) -> Partial:
+    """In a kernel: the partial result of `prefix_attention`, or one over no tokens: that of a row
+    without a group is undefined."""
+    _, context_ref, largest_ref, total_ref = refs
+    head = jnp.minimum(row, group_size - 1)
+    return (
+        jnp.where(is_used, context_ref[head, :], 0.0),
+        jnp.where(is_used, largest_ref[head], MASK_VALUE),
+        jnp.where(is_used, total_ref[head], 0.0),
+    )

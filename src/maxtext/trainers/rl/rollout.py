@@ -131,6 +131,7 @@ class RolloutEngine:
             length,
             timed=False,
             max_batched_tokens=config.max_num_batched_tokens,
+            shared_prompts=bool(config.use_grpo) and config.num_generations > 1,
         )
         check_synced(trainer_weights, self.engine.weights)
 

@@ -1,0 +1,204 @@
+"""Attention of rows of a decode step over the pages that they share, such as those of one prompt.
+A Pallas kernel for NVIDIA GPUs, lowered by Triton.
+
+A program reads the shared pages once for all rows of a group, where `paged_attention` would read
+them once for each row. Its partial results are inputs of `paged_attention`, which adds the other
+pages of each row.
+
+Shapes: B rows, H query heads, K key/value heads, G = H / K, D head_dim, N groups of up to
+`GROUP_ROWS` rows, C table columns.
+"""
+
+import functools
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+
+from maxtext.kernels.attention.dot_product import MASK_VALUE
+from maxtext.kernels.decode.paged_tiles import MIN_ROWS, Partial, add_tile, head_spec
+
+GROUP_ROWS = 8
+ROWS_PER_GROUP = 4  # of a batch: groups beyond B / 4 are not used
+MAX_TWO_WARP_ROWS = 32  # query rows
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class PrefixGroups:
+    """Which rows of a batch share their first tokens."""
+
+    rows: Any  # [N, GROUP_ROWS], indices of rows; B: none
+    lengths: Any  # [N], tokens that the rows of a group share, a multiple of the page
+    row_lengths: Any  # [B], the length of the group of each row; 0: it is in none
+
+    @classmethod
+    def from_pages(
+        cls, pages: Sequence[list[int]], rows: Sequence[int], num_rows: int, page: int
+    ) -> "PrefixGroups":
+        """Groups of sequences by the pages that they begin with. `rows` has the row of each
+        sequence in a batch of `num_rows`. A page of several sequences is full."""
+        order = sorted(range(len(pages)), key=lambda index: pages[index])
+        common = [num_common(pages[a], pages[b]) for a, b in itertools.pairwise(order)]
+        groups = []
+        start = 0
+        while start < len(order):
+            size, shared = first_group(common[start : start + GROUP_ROWS])
+            if shared:
+                members = order[start : start + size]
+                groups.append((shared * (size - 1), shared, members))
+            start += size
+        groups.sort(key=lambda group: -group[0])
+        count = max(1, num_rows // ROWS_PER_GROUP)
+        indices = np.full((count, GROUP_ROWS), num_rows, np.int32)
+        lengths = np.zeros(count, np.int32)
+        row_lengths = np.zeros(num_rows, np.int32)
+        for number, (_, shared, members) in enumerate(groups[:count]):
+            columns = [rows[index] for index in members]
+            indices[number, : len(columns)] = columns
+            lengths[number] = row_lengths[columns] = shared * page
+        return cls(indices, lengths, row_lengths)
+
+
+def first_group(common: Sequence[int]) -> tuple[int, int]:
+    """How many of sorted sequences form a group, and the pages that they share; `common` has the
+    pages that each shares with the next. One does not join if it shares less than half of the pages
+    that the group does, or that it does with its other neighbour."""
+    shared = 0
+    for size, pages in enumerate(common[: GROUP_ROWS - 1], start=1):
+        following = common[size] if size < len(common) else 0
+        if not pages or 2 * pages < max(shared, following):
+            return size, shared
+        shared = min(shared or pages, pages)
+    return min(len(common) + 1, GROUP_ROWS), shared
+
+
+def num_common(pages: Sequence[int], other: Sequence[int]) -> int:
+    """How many pages both begin with."""
+    pairs = zip(pages, other, strict=False)
+    return next(
+        (index for index, (a, b) in enumerate(pairs) if a != b), min(len(pages), len(other))
+    )
+
+
+def prefix_attention(
+    q: Array,
+    flat_pool: dict[str, Array],
+    table: Array,
+    groups: PrefixGroups,
+    *,
+    page: int,
+    block: int,
+    stages: int,
+    scale: float,
+    soft_cap: float | None,
+    interpret: bool,
+) -> Partial:
+    """The partial results [B + 1, K, G, D], [B + 1, K, G] and [B + 1, K, G] of the rows of groups
+    over the tokens that they share. Those of other rows are undefined. See `paged_attention`."""
+    batch, heads, head_dim = q.shape
+    kv_heads = flat_pool["key"].shape[1]
+    group_size = heads // kv_heads
+    query_rows = max(MIN_ROWS, pl.next_power_of_2(GROUP_ROWS * group_size))
+    outputs = (batch + 1) * heads
+    pool_specs = [head_spec(len(array), array, lambda b: 0) for array in flat_pool.values()]
+
+    def whole(*shape: int) -> pl.BlockSpec:
+        return pl.BlockSpec(shape, lambda n, k: (0,) * len(shape))
+
+    context, largest, total = pl.pallas_call(
+        functools.partial(
+            attend_to_prefix,
+            names=tuple(flat_pool),
+            num_rows=batch,
+            heads=heads,
+            group_size=group_size,
+            query_rows=query_rows,
+            page=page,
+            block=block,
+            scale=scale,
+            soft_cap=soft_cap,
+        ),
+        grid=(len(groups.rows), kv_heads),
+        in_specs=[
+            whole(batch * heads, head_dim),
+            pl.BlockSpec((None, GROUP_ROWS), lambda n, k: (n, 0)),
+            pl.BlockSpec((1,), lambda n, k: (n,)),
+            pl.BlockSpec((None, table.shape[1]), lambda n, k: (n, 0)),
+            *pool_specs,
+        ],
+        out_specs=[whole(outputs, head_dim), whole(outputs), whole(outputs)],
+        out_shape=[
+            jax.ShapeDtypeStruct((outputs, head_dim), jnp.float32),
+            jax.ShapeDtypeStruct((outputs,), jnp.float32),
+            jax.ShapeDtypeStruct((outputs,), jnp.float32),
+        ],
+        interpret=interpret,
+        name="prefix_attention",
+        compiler_params=triton.CompilerParams(
+            num_warps=2 if query_rows <= MAX_TWO_WARP_ROWS else 4, num_stages=stages
+        ),
+    )(
+        q.reshape(-1, head_dim),
+        groups.rows,
+        groups.lengths,
+        table[jnp.minimum(groups.rows[:, 0], batch - 1)],
+        *flat_pool.values(),
+    )
+    by_head = (batch + 1, kv_heads, group_size)
+    return context.reshape(*by_head, head_dim), largest.reshape(by_head), total.reshape(by_head)
+
+
+def attend_to_prefix(
+    q_ref: Any,
+    rows_ref: Any,
+    length_ref: Any,
+    table_ref: Any,
+    *refs: Any,
+    names: tuple[str, ...],
+    num_rows: int,
+    heads: int,
+    group_size: int,
+    query_rows: int,
+    page: int,
+    block: int,
+    scale: float,
+    soft_cap: float | None,
+) -> None:
+    """The shared tokens of one group for one key/value head."""
+    pools = dict(zip(names, refs, strict=False))
+    context_ref, largest_ref, total_ref = refs[len(names) :]
+    query = jnp.arange(query_rows)
+    member = query // group_size
+    row = rows_ref[jnp.minimum(member, GROUP_ROWS - 1)]
+    row = jnp.where(member < GROUP_ROWS, row, num_rows)
+    head = pl.program_id(1) * group_size + query % group_size
+    q = q_ref[jnp.minimum(row, num_rows - 1) * heads + head, :]
+
+    def read(tile: Array, partial: Partial) -> Partial:
+        offset = tile * block + jnp.arange(block)
+        slots = table_ref[tile * block // page] * page + offset % page
+        return add_tile(q, pools, slots, None, partial, scale=scale, soft_cap=soft_cap)
+
+    partial = (
+        jnp.zeros(q.shape, jnp.float32),
+        jnp.full((query_rows,), MASK_VALUE, jnp.float32),
+        jnp.zeros((query_rows,), jnp.float32),
+    )
+    context, largest, total = jax.lax.fori_loop(0, length_ref[0] // block, read, partial)
+    # Programs that have no rows would wait for each other's writes.
+    index, valid, column = row * heads + head, row < num_rows, jnp.arange(q.shape[1])
+    triton.store(
+        context_ref.at[index[:, None], column[None, :]],
+        context,
+        mask=valid[:, None] & (column >= 0)[None, :],
+    )
+    triton.store(largest_ref.at[index], largest, mask=valid)
+    triton.store(total_ref.at[index], total, mask=valid)
