@@ -444,6 +444,10 @@ BAD_CALLS = {
         lambda llm: llm.generate("w4", logit_bias={61: 1.0}),
         "logit_bias has token 61, which is outside the vocabulary, 0 to 60",
     ),
+    "a stop token outside the vocabulary": (
+        lambda llm: llm.generate("w4", stop_token_ids=[10**30]),
+        "stop_token_ids has token 1000000000000000000000000000000, which is outside",
+    ),
     "more than fits": (
         lambda llm: llm.generate("w4", max_new_tokens=4, min_tokens=5),
         "min_tokens=5 exceeds max_new_tokens=4",

@@ -365,3 +365,12 @@ def test_ids_without_bytes_are_never_allowed():
     assert not bits[:3].any()
     assert not bits[259:].any()
     assert bits[ByteTokenizer().encode("a")].all()
+
+
+def test_only_the_special_token_of_a_grammar_is_allowed():
+    constraint = StructuredOutputs("regex", "a", preamble="<[1]>")
+    matcher = GrammarCompiler(ByteTokenizer(), 290, [EOS]).matcher(constraint)
+    masks = np.zeros((1, matcher.num_words), np.uint32)
+    fill_masks([matcher], [0], masks)
+    bits = np.unpackbits(masks[0].view(np.uint8), bitorder="little")
+    assert np.flatnonzero(bits).tolist() == [1]

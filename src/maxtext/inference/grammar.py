@@ -27,6 +27,7 @@ from maxtext.tokenizers.token_bytes import concatenates, text_bytes
 
 FEATURE = "structured output"
 WORD_BITS = 32  # of a mask
+SPECIAL_MARKER = b"\xff"
 MAX_CACHED = 128  # compiled grammars
 MAX_REASON = 300  # characters of an error
 MAX_GRAMMAR_SIZE = 20_000  # symbols; a property that is not required has about nine
@@ -198,13 +199,20 @@ def append_grammar(preamble: str, grammar: str) -> str:
 
 
 class TokenBytes:
-    """A tokenizer as llguidance takes it: the bytes of every token."""
+    """A tokenizer as llguidance takes it: the bytes of every token, of special tokens those of
+    their names, which must differ.
+    """
 
     is_tokenizer_wrapper = True
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_id: int):
-        self.tokens = [text_bytes(tokenizer, token) for token in range(vocab_size)]
         special = tokenizer.special_ids | {eos_id}
+        self.tokens = [
+            tokenizer.id_to_token(token).encode()
+            if token in special and token < tokenizer.vocab_size
+            else without_marker(text_bytes(tokenizer, token))
+            for token in range(vocab_size)
+        ]
         self.special_token_ids = sorted(token for token in special if token < vocab_size)
         self.eos_token_id = eos_id
         self.bos_token_id = tokenizer.bos_id
@@ -212,3 +220,10 @@ class TokenBytes:
 
     def __call__(self, text: str | bytes) -> list[int]:
         return self.encode(text if isinstance(text, str) else text.decode("utf-8", "replace"))
+
+
+def without_marker(data: bytes) -> bytes:
+    """The bytes of a token of text; none if they have the byte that llguidance puts before special
+    tokens, since the token would be allowed wherever a special one is. UTF-8 does not have it.
+    """
+    return b"" if SPECIAL_MARKER in data else data

@@ -73,13 +73,17 @@ def prepare_request(
         raise RequestError(
             f"{NO_TOKENIZER}, so it cannot match `stop` texts: leave `stop` out", "stop"
         )
-    outside = next((token for token in params.logit_bias if token >= config.vocab_size), None)
-    if outside is not None:
-        raise RequestError(
-            f"logit_bias has token {outside}, which is outside the vocabulary, 0 to "
-            f"{config.vocab_size - 1}",
-            "logit_bias",
-        )
+    for name, token_ids in (
+        ("logit_bias", params.logit_bias),
+        ("stop_token_ids", params.stop_token_ids),
+    ):
+        outside = next((token for token in token_ids if token >= config.vocab_size), None)
+        if outside is not None:
+            raise RequestError(
+                f"{name} has token {shorten(outside)}, which is outside the vocabulary, 0 to "
+                f"{config.vocab_size - 1}",
+                name,
+            )
     if params.min_tokens > params.max_new_tokens:
         raise RequestError(
             f"min_tokens={params.min_tokens} exceeds max_new_tokens={params.max_new_tokens}",

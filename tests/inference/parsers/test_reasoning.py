@@ -77,9 +77,10 @@ def test_both_names_in_messages_and_deltas():
     assert names.items() <= message.message().items()
 
 
-def test_tags_that_are_special_tokens_are_no_content():
+@pytest.mark.parametrize("size", [1, 4, 1000])
+def test_tags_that_are_special_tokens_are_no_content(size):
     message_format = MessageFormat(reasoning=FREE, hidden_tags=("<think>", "</think>"))
-    assert parse(message_format, "Yes</think>.", 1000).content == "Yes."
+    assert parse(message_format, "Yes</think>. <th", size).content == "Yes. <th"
 
 
 @pytest.mark.parametrize(

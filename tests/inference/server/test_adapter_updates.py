@@ -1,5 +1,6 @@
 """Adapters that are loaded and dropped while the server runs, from permitted folders only."""
 
+import asyncio
 import threading
 from types import SimpleNamespace
 
@@ -50,6 +51,12 @@ def test_other_paths_are_refused_with_one_message(updates, path):
         messages.add(str(caught.value))
     assert len(messages) == 1
     assert str(updates.root) not in messages.pop()
+
+
+def test_name_of_what_is_dropped_is_required(updates):
+    with pytest.raises(RequestError, match="missing") as caught:
+        asyncio.run(updates.unload({}))
+    assert caught.value.param == "lora_name"
 
 
 def test_updates_need_permission():

@@ -6,10 +6,11 @@ import pytest
 
 from maxtext.inference.server.bodies import parse_body, parse_messages
 from maxtext.inference.server.errors import ApiError
-from maxtext.inference.server.model import cut_after
+from maxtext.inference.server.model import ServedModel, cut_after
 from maxtext.inference.server.request_parser import RequestParser
 from maxtext.inference.streams import EngineError
 from maxtext.inference.validation import RequestError
+from maxtext.tokenizers import ChatTemplate
 
 MESSAGES = [{"role": "user", "content": "ab"}]
 
@@ -19,6 +20,7 @@ def parser():
     """A model whose tokens are characters, of 40 tokens."""
     model = SimpleNamespace(
         max_length=40,
+        engine=SimpleNamespace(capacity=6),
         longest_token=8,
         sampling_defaults={"top_p": 0.9},
         encode=lambda text: list(text.encode()),
@@ -93,6 +95,9 @@ def test_null_is_absent():
         ("prompt", [[1], "x"]),
         ("prompt", {"a": 1}),
         ("suffix", "x"),
+        ("modalities", ["text", "audio"]),
+        ("web_search_options", {}),
+        ("prompt", ["x"] * 7),
         ("echo", 1),
         ("cache_salt", 1),
         ("truncate_prompt_tokens", 0),
@@ -226,6 +231,21 @@ def test_unknown_names(parser):
     strict = RequestParser(parser.model, strict_fields=True)
     with pytest.raises(RequestError, match="chat_id"):
         strict.completion({"prompt": "a", "chat_id": "x"})
+
+
+@pytest.mark.parametrize(
+    ("suffix", "role"), [("", "system"), ("{% if role == 'developer' %}{% endif %}", "developer")]
+)
+def test_template_without_developers_gets_a_system_message(suffix, role):
+    template = ChatTemplate("{% for m in messages %}{{ m.role }} {% endfor %}" + suffix, "a test")
+    model = ServedModel(None, None, None, ["tiny"], chat_template=template)
+    messages = [{"role": name, "content": "x"} for name in ("developer", "user")]
+    assert model.render_chat(messages, {}) == f"{role} user "
+
+
+def test_neutral_values_of_unsupported_fields(parser):
+    neutral = {"modalities": ["text"], "suffix": "", "priority": 0, "use_beam_search": False}
+    assert parser.completion({"prompt": "x", **neutral}).ignored_fields == ()
 
 
 def test_cut_after_content():

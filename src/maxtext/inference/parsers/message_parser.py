@@ -57,11 +57,16 @@ class TagFilter(MessageParser):
 
     def __init__(self, tags: Sequence[str]):
         self.tags = tags
+        self.pattern = re.compile("|".join(map(re.escape, tags)))
+        self.text = ""  # the beginning of a name, maybe
 
     def add(self, text: str, last: bool) -> list[MessageDelta]:
-        for tag in self.tags:
-            text = text.replace(tag, "")
-        return super().add(text, last)
+        # Of what is left of a text, only its end can begin a name.
+        *complete, rest = self.pattern.split(self.text + text)
+        pending = 0 if last else max(partial_length(rest, tag) for tag in self.tags)
+        ready = len(rest) - pending
+        self.text = rest[ready:]
+        return super().add("".join([*complete, rest[:ready]]), last)
 
 
 class FirstCallParser(MessageParser):

@@ -44,6 +44,8 @@ class AdapterUpdates:
     async def unload(self, body: Body) -> dict[str, Any]:
         self.check_allowed()
         name = text_field(body, "lora_name")
+        if not name:
+            raise RequestError("lora_name is missing", "lora_name")
         async with self.lock:
             if not self.model.find(name, "lora_name")[1]:
                 raise RequestError(f"{name!r} is the model itself, no adapter", "lora_name")

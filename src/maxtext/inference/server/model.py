@@ -23,6 +23,8 @@ RESERVED_VARIABLES |= {
     f"{kind}_token" for kind in ("bos", "eos", "pad", "unk", "sep", "cls", "mask")
 }
 
+DEVELOPER = "developer"  # the role that OpenAI's newer models have in place of `system`
+
 
 @dataclass
 class ServedModel:
@@ -114,6 +116,11 @@ class ServedModel:
                 f"chat_template_kwargs may not set {names[0]}", "chat_template_kwargs"
             )
         variables = {**self.template_defaults, **variables}
+        if DEVELOPER not in template.source:  # most templates would leave the message out
+            messages = [
+                {**message, "role": "system"} if message["role"] == DEVELOPER else message
+                for message in messages
+            ]
         text = template.render(messages, add_generation_prompt, variables)
         if continue_final_message:
             text = cut_after(text, messages[-1].get("content") or "")

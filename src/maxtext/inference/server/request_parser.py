@@ -9,7 +9,7 @@ from maxtext.common.errors import UserError
 from maxtext.inference.llm import prompt_seed
 from maxtext.inference.parsers.reasoning import Reasoning
 from maxtext.inference.requests import GenerationRequest
-from maxtext.inference.sampling_params import SamplingParams
+from maxtext.inference.sampling_params import MAX_N, SamplingParams
 from maxtext.inference.server.bodies import (
     Body,
     flag,
@@ -57,6 +57,7 @@ UNSUPPORTED_FIELDS = (
     "chat_template",
     "functions",
 )
+NEUTRAL_VALUES: tuple[Any, ...] = (None, False, 0, "", [], ["text"])  # the last of `modalities`
 # Accepted without an effect on the completion.
 INERT_FIELDS = (
     "user",
@@ -162,6 +163,7 @@ class RequestParser:
             check_range("logprobs", logprobs, 0, self.max_logprobs, whole=True)
         fields = self.sampling_fields(body) | {"logprobs": logprobs}
         prompts = parse_prompts(body)
+        self.check_num_sequences(len(prompts), body.get("n", 1))
         token_ids = []
         for each in prompts:
             if isinstance(each, str):
@@ -284,12 +286,25 @@ class RequestParser:
         the completion and are not supported.
         """
         for name in UNSUPPORTED_FIELDS:
-            if body.get(name):
+            # An empty object is a value: `web_search_options: {}` asks for a search.
+            if body.get(name) not in NEUTRAL_VALUES:
                 raise RequestError(f"{name} is not supported", name, "unsupported_parameter")
         unknown = tuple(sorted(set(body) - known))
         if unknown and self.strict_fields:
             raise RequestError(f"unknown field {unknown[0][:60]!r}", unknown[0][:60])
         return unknown
+
+    def check_num_sequences(self, num_prompts: int, n: Any) -> None:
+        """Raises RequestError for several prompts that even an idle server cannot queue."""
+        check_range("n", n, 1, MAX_N, whole=True)
+        capacity = self.model.engine.capacity
+        if num_prompts > 1 and num_prompts * n > capacity:
+            choices = f" with {n} choices each" if n > 1 else ""
+            raise RequestError(
+                f"prompt has {num_prompts} prompts{choices}, and this server queues {capacity} "
+                "sequences at most: send fewer at a time",
+                "prompt",
+            )
 
     def sampling_fields(self, body: Body) -> dict[str, Any]:
         """Fields of SamplingParams. Without a seed, every request has another one."""
