@@ -37,7 +37,12 @@ from maxtext.kernels.decode.paged_tiles import (
     soft_capped,
     tile_bytes,
 )
-from maxtext.kernels.decode.prefix_attention import PrefixGroups, prefix_attention
+from maxtext.kernels.decode.prefix_attention import (
+    GROUP_ROWS,
+    MAX_QUERY_ROWS,
+    PrefixGroups,
+    prefix_attention,
+)
 
 PROGRAMS = 528  # four for each multiprocessor of an H100 or H200; more are slower to combine
 MIN_SPLITS = 2  # balances sequences of different lengths
@@ -88,8 +93,10 @@ def paged_attention(
     is 0. `groups` of rows that share pages, which are read once. `block`: tokens that a program
     reads at a time; reduced to a divisor of the page.
     """
-    batch, _, head_dim = q.shape
+    batch, heads, head_dim = q.shape
     _, page, kv_heads, _ = pool["key"].shape
+    if GROUP_ROWS * heads // kv_heads > MAX_QUERY_ROWS:
+        groups = None
     block, stages = block_and_stages(block, page, head_dim, pool["key"].dtype)
     tiles = table.shape[1] * page // block
     min_splits = MIN_SPLITS if groups is None else 1  # rows that share a prompt begin together

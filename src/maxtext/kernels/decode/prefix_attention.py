@@ -27,7 +27,8 @@ from maxtext.kernels.decode.paged_tiles import MIN_ROWS, Partial, add_tile, head
 
 GROUP_ROWS = 8
 ROWS_PER_GROUP = 4  # of a batch: groups beyond B / 4 are not used
-MAX_TWO_WARP_ROWS = 32  # query rows
+MAX_QUERY_ROWS = 64  # of a program, as registers and shared memory allow
+MAX_TWO_WARP_ROWS = 32
 
 
 @jax.tree_util.register_dataclass
@@ -143,7 +144,8 @@ def prefix_attention(
         interpret=interpret,
         name="prefix_attention",
         compiler_params=triton.CompilerParams(
-            num_warps=2 if query_rows <= MAX_TWO_WARP_ROWS else 4, num_stages=stages
+            num_warps=2 if query_rows <= MAX_TWO_WARP_ROWS else 4,
+            num_stages=max(1, stages - 1),  # the queries take shared memory, too
         ),
     )(
         q.reshape(-1, head_dim),
