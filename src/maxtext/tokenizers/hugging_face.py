@@ -5,10 +5,11 @@ The text of a special token in a document is encoded as plain text: a page that 
 not end there. Added tokens that are not special stay tokens, as in the library.
 """
 
+import functools
 import json
 import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -109,7 +110,7 @@ class HuggingFaceTokenizer:
         if "ByteFallback" in self.decoder_steps:
             return byte_run_boundaries(self.is_byte, self.special_ids.__contains__)
         if "ByteLevel" in self.decoder_steps:
-            return utf8_boundaries(self.token_bytes)
+            return utf8_boundaries(self.cached_token_bytes)
         return every_boundary()
 
     @cached_property
@@ -126,6 +127,10 @@ class HuggingFaceTokenizer:
 
     def is_byte(self, token: int) -> bool:
         return token in self.token_ids and BYTE_TOKEN.fullmatch(self.id_to_token(token)) is not None
+
+    @cached_property
+    def cached_token_bytes(self) -> Callable[[int], bytes]:
+        return functools.cache(self.token_bytes)
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes of a byte-level token, whose letters stand for bytes. A token with any other
