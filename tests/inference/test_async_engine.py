@@ -127,18 +127,22 @@ def test_request_that_does_not_come_delays_others_for_a_moment_only(engine):
         assert list(engine.submit(GenerationRequest("w5", SamplingParams(max_new_tokens=2))))
 
 
-@pytest.mark.parametrize("count", [4, 8])  # of 8 slots
-def test_full_batch_and_busy_engine_wait_for_no_request(engine, programs, monkeypatch, count):
-    running = engine.submit(GenerationRequest("w5", SamplingParams(n=count, **LONG)))
-    next(running)
+@pytest.mark.parametrize(("num_running", "num_new"), [(4, 4), (0, 8)])  # of 8 slots
+def test_busy_engine_and_full_batch_wait_for_no_request(engine, monkeypatch, num_running, num_new):
+    if num_running:
+        running = engine.submit(GenerationRequest("w5", SamplingParams(n=num_running, **LONG)))
+        next(running)
     monkeypatch.setattr(module, "GATHER_SECONDS", 60.0)
+    start = time.monotonic()
     with engine.arrival():
         streams = [
             engine.submit(GenerationRequest(f"w{index}", SamplingParams(max_new_tokens=2)))
-            for index in range(6, 10)
+            for index in range(6, 6 + num_new)
         ]
         assert all(list(stream)[-1].completion for stream in streams)
-    running.cancel()
+    assert time.monotonic() - start < 50
+    if num_running:
+        running.cancel()
 
 
 def test_decode_programs_are_short_while_most_slots_are_free(llm, engine, programs, monkeypatch):
