@@ -21,6 +21,7 @@ from maxtext.trainers.rl.group_sampler import reward_metrics
 from maxtext.trainers.rl.rewards.keys import RewardKeys
 from maxtext.trainers.rl.rollout_log import RolloutLog, ScoredRollout
 from maxtext.trainers.rl.rollout_step import check_agreement, log_rollout
+from maxtext.trainers.rl.spans import Clock, SpanLog
 from tests.trainers.distillation.test_distillation import save_llama
 
 BYTES = 259  # ids of the byte tokenizer
@@ -168,7 +169,8 @@ def test_run_resumes_bit_for_bit_between_the_updates_of_a_batch(train):
     resumed = train("twice")
     assert [row["step"] for row in resumed.metrics] == [3, 4, 5]
     for row, expected in zip(resumed.metrics, finished.metrics[3:], strict=True):
-        names = ("loss", "kl", "clip_ratio/low", "clip_ratio/high", "grad_norm")
+        names = ("loss", "kl", "clip_ratio/low", "clip_ratio/high", "grad_norm", "reward")
+        names += ("reward_std", "groups/degenerate", "completions/mean_length")
         assert {name: row[name] for name in names} == {name: expected[name] for name in names}
     assert rollouts_of(resumed) == rollouts
     weights = (run.result.state.weights for run in (finished, resumed))
@@ -279,6 +281,16 @@ def test_log_of_rollouts_drops_a_line_that_a_kill_cut_off(tmp_path):
     assert resumed.read(1) == [scored(1, 3.0, 0.5)]
 
 
+def test_spans_of_steps_without_a_checkpoint_are_dropped(tmp_path):
+    clock = Clock()
+    clock.stop("rollout")
+    for first_step in (0, 1):  # the second process does step 1 again
+        log = SpanLog(str(tmp_path), first_step)
+        for step in (1, 2) if first_step else (0, 1):
+            log.append(step, clock)
+    assert [json.loads(line)["step"] for line in log.path.open()] == [0, 1, 2]
+
+
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
@@ -286,6 +298,8 @@ def test_log_of_rollouts_drops_a_line_that_a_kill_cut_off(tmp_path):
         ({"decode_sampling_strategy": "greedy"}, "decode_sampling_strategy=weighted"),
         ({"max_prefill_predict_length": 14}, "leaves no token"),
         ({"train_micro_batch_size": 3, "batch_size": 4}, "does not divide"),
+        ({"gradient_accumulation_steps": 3}, "does not divide the 8 completions of a step"),
+        ({"enable_rampup_batch_size": True}, "a step of use_grpo has batch_size prompts"),
         ({"use_sft": True}, "exclude each other"),
         ({"off_policy_steps": 1}, "off_policy_steps"),
     ],

@@ -99,6 +99,8 @@ def test_loss_and_gradients_are_those_of_whole_rows(keys):
         ([64], ["decoder_block=mixtral", "num_experts=4", "num_experts_per_tok=2"], 0),
         ([64], ["quantization=int8"], 0),
         ([64], ["decoder_block=qwen3_next"], 0),
+        ([64], ["decoder_block=qwen3_custom_moe"], 0),
+        ([64], ["decoder_block=simple"], 0),
     ],
 )
 def test_length_is_one_of_few_that_all_prompts_exceed(prompt_lengths, keys, expected):

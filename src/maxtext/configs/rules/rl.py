@@ -111,6 +111,11 @@ inert_unless(
     "mtp_loss_scaling_factor",
     "mtp_eval_target_module",
 )
+inert_unless(
+    lambda s: not s.use_grpo,
+    "rows of data: a step of use_grpo has batch_size prompts",
+    "enable_rampup_batch_size",
+)
 
 
 inert_unless(
@@ -252,6 +257,12 @@ def microbatches_are_equal(settings: Settings) -> str | None:
 def microbatches_have_one_size(settings: Settings) -> str | None:
     size, prompts = settings.train_micro_batch_size, settings.batch_size
     microbatches, steps = prompts // max(size, 1), settings.gradient_accumulation_steps
+    rows = prompts * settings.num_generations
+    if settings.use_grpo and rows % steps:
+        return (
+            f"gradient_accumulation_steps={steps} does not divide the {rows} completions of a "
+            f"step, batch_size={prompts} times num_generations={settings.num_generations}"
+        )
     if settings.use_grpo and size > 0 and not prompts % size and steps != microbatches:
         return (
             f"gradient_accumulation_steps={steps} contradicts train_micro_batch_size={size}, which "

@@ -58,19 +58,24 @@ def with_nan(value: float | None) -> float:
     return math.nan if value is None else value
 
 
+def drop_later_steps(path: Path, step: int) -> None:
+    """Keep the lines of a JSONL file, if there is one, of steps before `step`."""
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    # A line without an end was being written when its process was killed.
+    lines = [line for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    earlier = [line for line in lines if json.loads(line)["step"] < step]
+    if "".join(earlier) != text:
+        with atomic_writer(path, "w") as file:
+            file.writelines(earlier)
+
+
 class RolloutLog:
     """The file of a run that has done `step` steps. Lines of later steps, of a process that ended
     before its checkpoint, are dropped."""
 
     def __init__(self, folder: str, step: int):
         self.path = Path(folder) / FILE
-        text = self.path.read_text(encoding="utf-8") if self.path.is_file() else ""
-        # A line without an end was being written when its process was killed.
-        lines = [line for line in text.splitlines(keepends=True) if line.endswith("\n")]
-        earlier = [line for line in lines if json.loads(line)["step"] < step]
-        if "".join(earlier) != text:
-            with atomic_writer(self.path, "w") as file:
-                file.writelines(earlier)
+        drop_later_steps(self.path, step)
 
     def append(self, rollouts: Sequence[ScoredRollout]) -> None:
         with self.path.open("a", encoding="utf-8") as file:

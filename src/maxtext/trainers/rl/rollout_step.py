@@ -31,7 +31,13 @@ from maxtext.trainers.hooks import TrainingFailed
 from maxtext.trainers.loop import TrainStep
 from maxtext.trainers.losses.advantages import degenerate_groups
 from maxtext.trainers.rl.agents.agent import Agent, AgenticSampler
-from maxtext.trainers.rl.group_sampler import GroupSampler, Prompt, SampledBatch, read_prompts
+from maxtext.trainers.rl.group_sampler import (
+    GroupSampler,
+    Prompt,
+    SampledBatch,
+    read_prompts,
+    reward_metrics,
+)
 from maxtext.trainers.rl.grpo import (
     ADVANTAGES,
     IS_LEARNED,
@@ -47,7 +53,7 @@ from maxtext.trainers.rl.prompt_loader import PromptLoader
 from maxtext.trainers.rl.rewards.answers import read_answer
 from maxtext.trainers.rl.rewards.functions import RewardFunction
 from maxtext.trainers.rl.rewards.keys import RewardKeys
-from maxtext.trainers.rl.rollout import Rollout, stop_token_ids
+from maxtext.trainers.rl.rollout import Rollout, rollout_metrics, stop_token_ids
 from maxtext.trainers.rl.rollout_devices import make_rollout_engine
 from maxtext.trainers.rl.rollout_log import RolloutLog, ScoredRollout
 from maxtext.trainers.rl.shared_prompts import (
@@ -106,7 +112,7 @@ class GroupRolloutStep:
         self.queue: deque[SampledBatch] = deque()  # of later steps, off policy
         self.error: UserError | None = None  # of sampling them
         self.score = compile_score(context) if needs_old_logps(self.config) else None
-        self.spans = SpanLog(folder) if self.config.enable_tunix_perf_metrics else None
+        self.spans = SpanLog(folder, step) if self.config.enable_tunix_perf_metrics else None
         self.rollouts: list[ScoredRollout] = []
         self.batch: DeviceBatch | None = None
         self.metrics: dict[str, float] = {}
@@ -123,6 +129,8 @@ class GroupRolloutStep:
         if is_first_update:
             if first < self.step:
                 self.rollouts = self.recorded_rollouts(first)
+                self.metrics = rollout_metrics(list(map(to_rollout, self.rollouts)))
+                self.metrics |= reward_metrics(self.rollouts, self.config.num_generations)
             else:
                 sampled = self.take(state, read_prompts(prompts), clock)
                 is_on_policy = sampled.version == self.step

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from maxtext.layers.specs import AttentionSpec
+from maxtext.layers.specs import AttentionSpec, LayerSpec
 from maxtext.models.registry import layers
 from maxtext.trainers.run_context import RunContext
 
@@ -55,7 +55,8 @@ def supports_shared_prompts(context: RunContext) -> bool:
     if config.compiled_trainstep_file or config.quantization or config.num_experts > 1:
         return False
     return all(
-        type(layer.attention) is AttentionSpec
+        isinstance(layer, LayerSpec)
+        and type(layer.attention) is AttentionSpec
         and not layer.attention.has_selection
         and layer.engram is None
         for layer in layers(config)

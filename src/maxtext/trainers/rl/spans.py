@@ -9,6 +9,8 @@ import json
 import time
 from pathlib import Path
 
+from maxtext.trainers.rl.rollout_log import drop_later_steps
+
 FILE = "spans.jsonl"
 
 
@@ -34,10 +36,12 @@ class Clock:
 
 
 class SpanLog:
-    """spans.jsonl: a line for each phase, with its start in seconds since the epoch."""
+    """spans.jsonl: a line for each phase, with its start in seconds since the epoch. Lines of steps
+    from `step` on, of a process that ended before its checkpoint, are dropped."""
 
-    def __init__(self, folder: str):
+    def __init__(self, folder: str, step: int):
         self.path = Path(folder) / FILE
+        drop_later_steps(self.path, step)
 
     def append(self, step: int, clock: Clock) -> None:
         lines = [
