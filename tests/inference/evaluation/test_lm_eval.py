@@ -113,6 +113,20 @@ def test_system_messages_are_left_out_if_the_template_refuses_them(bpe_llm, lm_e
         lm.apply_chat_template([])
 
 
+def test_context_without_tokens_is_the_prefix_token(lm, monkeypatch):
+    from lm_eval.api.instance import Instance
+
+    target = lm.tok_encode(" fox", add_special_tokens=False)
+    requests = [(None, context, target) for context in ([], [lm.prefix_token_id])]
+    assert len(set(lm._loglikelihood_tokens(requests))) == 1
+    texts = []
+    for token_ids in ([], [lm.prefix_token_id]):
+        monkeypatch.setattr(lm, "tok_encode", lambda text, ids=token_ids: ids)
+        instance = Instance("generate_until", {}, ("", {"until": [], "max_gen_toks": 4}), 0)
+        texts += lm.generate_until([instance])
+    assert texts[0] == texts[1] != ""
+
+
 def test_it_is_registered(lm, lm_eval_offline):
     from lm_eval.api.registry import get_model
 

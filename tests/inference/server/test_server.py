@@ -274,6 +274,8 @@ def test_tokenize_and_detokenize(http):
     assert result["token_strs"] == ["<s>", *PROMPT.split()]
     assert (result["count"], result["max_model_len"]) == (4, 128)
     assert post(http, "/tokenize", messages=MESSAGES)["tokens"] == CHAT_IDS
+    special = post(http, "/tokenize", messages=MESSAGES, add_special_tokens=True)["tokens"]
+    assert special == [prompt_ids(PROMPT)[0], *CHAT_IDS]
     assert post(http, "/detokenize", tokens=[5, 12])["prompt"] == "w5 w12"
     for tokens in ("x", [61], [-1], [2**70]):
         check_error(http.post("/detokenize", json={"tokens": tokens}), 400, param="tokens")

@@ -118,6 +118,7 @@ class MaxTextLM(TemplateLM):
                     f"a continuation of {len(continuation)} tokens is longer than "
                     f"max_target_length={self.max_length}: raise that key"
                 )
+            context = context or [self.prefix_token_id]  # one of blanks, which were moved
             # The last token is a target only.
             token_ids = [*context, *continuation][-(self.max_length + 1) :]
             self.num_truncated += len(token_ids) < len(context) + len(continuation)
@@ -166,7 +167,7 @@ class MaxTextLM(TemplateLM):
             context, arguments = request.args
             params, until = self.sampling_params(arguments, index)
             limit = self.max_length - params.max_new_tokens
-            token_ids = self.tok_encode(context)
+            token_ids = self.tok_encode(context) or [self.prefix_token_id]
             self.num_truncated += len(token_ids) > limit
             prompts.append(GenerationRequest(token_ids[-limit:], params))
             stops.append(until)

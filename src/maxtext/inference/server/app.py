@@ -286,13 +286,13 @@ class Endpoints:
             chat = {**body, "tool_choice": "none"}
             parse_tools(chat)
             text = await asyncio.to_thread(self.parser.chat_text, chat)
-            tokens = await asyncio.to_thread(self.model.tokenizer.encode_with_specials, text)
+            special = flag(body, "add_special_tokens")  # templates write them
         else:
             if "prompt" not in body:
                 raise RequestError("prompt or messages is missing", "prompt")
             text = text_field(body, "prompt")
             special = flag(body, "add_special_tokens", default=True)
-            tokens = await asyncio.to_thread(self.model.encode, text, special)
+        tokens = await asyncio.to_thread(self.model.encode, text, special)
         result = {"tokens": tokens, "count": len(tokens), "max_model_len": self.model.max_length}
         if flag(body, "return_token_strs"):
             result["token_strs"] = [self.model.tokenizer.id_to_token(token) for token in tokens]

@@ -86,10 +86,11 @@ class ChoiceFormatter:
         text = self.model.token_text
         offsets = []
         for token in token_ids:
+            data = self.model.token_bytes(token, self.request.shows_specials)
+            if data and not is_continuation(data[0]):  # what is incomplete before it stays so
+                self.num_characters += len(self.decoder.decode(b"", final=True))
             offsets.append(self.num_characters)
-            self.num_characters += len(
-                self.decoder.decode(self.model.token_bytes(token, self.request.shows_specials))
-            )
+            self.num_characters += len(self.decoder.decode(data))
         top = [
             # The token itself comes last: of equal texts, its number stays.
             entry and {text(each): entry.top[each] for each in (*drop(entry.top, token), token)}
@@ -212,6 +213,11 @@ def finish(completion: Completion | None) -> Json:
         "finish_reason": FINISH_REASONS[completion.finish_reason],
         "stop_reason": completion.stop_reason,
     }
+
+
+def is_continuation(byte: int) -> bool:
+    """Whether a byte of UTF-8 continues a character."""
+    return byte & 0xC0 == 0x80
 
 
 def drop(tokens: Iterable[int], token: int) -> list[int]:

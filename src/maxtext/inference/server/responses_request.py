@@ -44,6 +44,12 @@ CHAT_NAMES = {
     "response_format": "text",
     "reasoning_effort": "reasoning",
 }
+# What errors about some of them say.
+MESSAGE_NAMES = {
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+}
 SAME_FIELDS = (
     *("model", "stream", "parallel_tool_calls", "chat_template_kwargs", "cache_salt"),
     *(name for name in SAMPLING_FIELDS if name != "n"),
@@ -76,8 +82,11 @@ def parse_responses_request(parser: RequestParser, body: Body) -> ApiRequest:
     try:
         request = parser.chat(chat_body(body))
     except RequestError as error:
-        param = CHAT_NAMES.get(error.param or "", error.param)
-        raise RequestError(str(error), param, error.code) from error
+        name = error.param or ""
+        message = str(error)
+        if name in MESSAGE_NAMES:
+            message = message.replace(name, MESSAGE_NAMES[name])
+        raise RequestError(message, CHAT_NAMES.get(name, error.param), error.code) from error
     params = request.requests[0].params
     constraint = params.structured_outputs
     if isinstance(constraint, StructuredOutputs):  # it is compiled later, with errors of its own
