@@ -136,7 +136,9 @@ def test_pages_of_several_rows_are_read_once(positions, shared_rows, splits):
     assert sorted(groups.rows[groups.rows < BATCH]) == shared_rows
     assert groups.lengths.tolist() == [2 * PAGE]
     table = jnp.asarray(table)
-    options = {"soft_cap": 2.0, "sinks": jnp.arange(HEADS, dtype=jnp.float32) / 3}
+    options = {"soft_cap": 2.0}
+    if splits > 1:
+        options["sinks"] = jnp.arange(HEADS, dtype=jnp.float32) / 3
     context, after = run(
         q, new, pool, table, positions, groups=groups, splits=splits, block=8, **options
     )
@@ -242,7 +244,10 @@ def test_kernel_lowers_for_gpus(dtype):
         return cache
 
     def lower(q, new, pool, table, positions, groups):
-        return decode.paged_attention(q, new, pool, table, positions, scale=0.1, groups=groups)
+        splits = None if groups is None else 1
+        return decode.paged_attention(
+            q, new, pool, table, positions, scale=0.1, groups=groups, splits=splits
+        )
 
     arguments = (
         shape(batch, heads, head_dim, of="bfloat16"),
@@ -286,7 +291,7 @@ def test_supports(arguments, reason):
 def test_split_and_combine_kernels_lower_for_gpus(splits):
     def run(x, angles, context, largest, sinks):
         spans = decode.combine_spans(
-            context, largest, largest, sinks, jnp.bfloat16, interpret=False
+            context, largest, largest, sinks=sinks, dtype=jnp.bfloat16, interpret=False
         )
         return decode.split_qkv_rope(x, angles, angles, (8, 1)), spans
 
@@ -333,7 +338,6 @@ def test_combine_spans(monkeypatch, splits, sinks):
     right = (exponentials[..., None] * values).sum((2, 4))
     right /= (exponentials.sum((2, 4)) + (np.exp(sink).reshape(2, 3) if sinks else 0))[..., None]
     spans = [jnp.asarray(part, jnp.float32) for part in (context, largest, total)]
-    actual = decode.combine_spans(
-        *spans, None if sink is None else jnp.asarray(sink), jnp.float32, interpret=not GPU
-    )
+    sink = None if sink is None else jnp.asarray(sink)
+    actual = decode.combine_spans(*spans, sinks=sink, dtype=jnp.float32, interpret=not GPU)
     np.testing.assert_allclose(actual, right, atol=1e-5)

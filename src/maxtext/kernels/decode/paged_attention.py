@@ -116,10 +116,14 @@ def paged_attention(
         positions,
         prefix,
         splits=splits,
+        is_whole=splits == 1 and sinks is None,
         tile_options=tile_options,
         **run_options,
     )
-    attn_out = combine_spans(*spans, sinks, q.dtype, interpret)
+    if len(spans) == 1:
+        attn_out = spans[0]
+    else:
+        attn_out = combine_spans(*spans, sinks=sinks, dtype=q.dtype, interpret=interpret)
     updated_pool = {name: array.reshape(pool[name].shape) for name, array in written.items()}
     return attn_out.reshape(q.shape), updated_pool
 
@@ -133,12 +137,13 @@ def attend_spans(
     prefix: list[Array],
     *,
     splits: int,
+    is_whole: bool,
     tile_options: dict[str, Any],
     stages: int,
     interpret: bool,
-) -> tuple[Partial, dict[str, Array]]:
+) -> tuple[list[Array], dict[str, Array]]:
     """The partial results [B, K, splits, G, D] and twice [B, K, splits, G] of each span of q [B, K,
-    G, D], and the pool with the new tokens in it."""
+    G, D]; if `is_whole`, the attention output alone; and the pool with the new tokens in it."""
     batch, kv_heads, group_size, head_dim = q.shape
     by_row = pl.BlockSpec((1,), lambda b, k, s: (b,))
     query_heads = pl.BlockSpec((None, None, group_size, head_dim), lambda b, k, s: (b, k, 0, 0))
@@ -147,13 +152,15 @@ def attend_spans(
     pool_specs = [head_spec(len(array), array, lambda b: 0) for array in flat_pool.values()]
     spans = (batch, kv_heads, splits, group_size)
     num_inputs = 3 + len(flat_pool) + len(prefix)
-    context, largest, total, *written = pl.pallas_call(
+    num_outputs = 1 if is_whole else 3
+    outputs = pl.pallas_call(
         functools.partial(
             attention_span,
             names=tuple(flat_pool),
             group_size=group_size,
             padded_group=max(MIN_ROWS, pl.next_power_of_2(group_size)),
             splits=splits,
+            is_whole=is_whole,
             **tile_options,
         ),
         grid=(batch, kv_heads, splits),
@@ -167,28 +174,33 @@ def attend_spans(
         ],
         out_specs=[
             pl.BlockSpec((None, None, None, group_size, head_dim), lambda b, k, s: (b, k, s, 0, 0)),
-            by_span,
-            by_span,
+            *[by_span] * (num_outputs - 1),
             *pool_specs,
         ],
         out_shape=[
-            jax.ShapeDtypeStruct((*spans, head_dim), jnp.float32),
-            jax.ShapeDtypeStruct(spans, jnp.float32),
-            jax.ShapeDtypeStruct(spans, jnp.float32),
+            jax.ShapeDtypeStruct((*spans, head_dim), q.dtype if is_whole else jnp.float32),
+            *[jax.ShapeDtypeStruct(spans, jnp.float32)] * (num_outputs - 1),
             *(jax.ShapeDtypeStruct(array.shape, array.dtype) for array in flat_pool.values()),
         ],
-        input_output_aliases={num_inputs + number: 3 + number for number in range(len(flat_pool))},
+        input_output_aliases={num_inputs + i: num_outputs + i for i in range(len(flat_pool))},
         interpret=interpret,
         name="paged_attention",
         compiler_params=triton.CompilerParams(
             num_warps=2 if tile_options["block"] <= MAX_TWO_WARP_BLOCK else 4, num_stages=stages
         ),
     )(q, table, positions, *(new[name] for name in flat_pool), *prefix, *flat_pool.values())
-    return (context, largest, total), dict(zip(flat_pool, written, strict=True))
+    written = outputs[num_outputs:]
+    return list(outputs[:num_outputs]), dict(zip(flat_pool, written, strict=True))
 
 
 def combine_spans(
-    context: Array, largest: Array, total: Array, sinks: Array | None, dtype: Any, interpret: bool
+    context: Array,
+    largest: Array,
+    total: Array,
+    *,
+    sinks: Array | None,
+    dtype: Any,
+    interpret: bool,
 ) -> Array:
     """The spans' outputs [B, K, splits, G, D] combined by their softmax sums, [B, K, G, D] in
     `dtype`.
@@ -237,9 +249,12 @@ def combine_program(
         context, _, total = add(0, carry)
     else:
         context, _, total = jax.lax.fori_loop(0, pl.cdiv(splits, block), add, carry)
-    out_ref[...] = jnp.where(total > 0, context / jnp.maximum(total, 1e-30), 0).astype(
-        out_ref.dtype
-    )
+    out_ref[...] = normalized(context, total).astype(out_ref.dtype)
+
+
+def normalized(context: Array, total: Array) -> Array:
+    """The output of a row without tokens is 0."""
+    return jnp.where(total > 0, context / jnp.maximum(total, 1e-30), 0)
 
 
 def split_qkv_rope(
@@ -306,18 +321,20 @@ def attention_span(
     page: int,
     block: int,
     splits: int,
+    is_whole: bool,
     scale: float,
     soft_cap: float | None,
 ) -> None:
-    """One span of a sequence for one key/value head: the weighted sum of its values (unnormalised),
-    its largest logit, and the sum of its softmax weights."""
+    """One span of a sequence for one key/value head: the weighted sum of its values, its largest
+    logit, and the sum of its softmax weights; if `is_whole`, the attention output."""
     num_pools = len(names)
+    num_last = num_pools + (1 if is_whole else 3)  # the outputs
     news, pools = (
         dict(zip(names, part, strict=True))
-        for part in (refs[:num_pools], refs[-2 * num_pools - 3 : -num_pools - 3])
+        for part in (refs[:num_pools], refs[-num_last - num_pools : -num_last])
     )
-    prefix_refs = refs[num_pools : -2 * num_pools - 3]
-    context_ref, largest_ref, total_ref, *written = refs[-num_pools - 3 :]
+    prefix_refs = refs[num_pools : -num_last - num_pools]
+    (context_ref, *sum_refs), written = refs[-num_last:-num_pools], refs[-num_pools:]
     row = jnp.arange(padded_group)
     q = q_ref[jnp.minimum(row, group_size - 1), :]
     position = position_ref[0]
@@ -349,15 +366,17 @@ def attention_span(
         is_first_span = (pl.program_id(2) == 0) & (first_tile > 0) & (position >= 0)
         partial = add_partial(partial, read_prefix(prefix_refs, row, group_size, is_first_span))
     context, largest, total = jax.lax.fori_loop(first, last, read, partial)
+    if is_whole:
+        context = normalized(context, total[:, None])
     valid = row < group_size
     column = jnp.arange(q.shape[1])
     triton.store(
         context_ref.at[row[:, None], column[None, :]],
-        context,
+        context.astype(context_ref.dtype),
         mask=valid[:, None] & (column >= 0)[None, :],
     )
-    triton.store(largest_ref.at[row], largest, mask=valid)
-    triton.store(total_ref.at[row], total, mask=valid)
+    for ref, sums in zip(sum_refs, (largest, total), strict=False):
+        triton.store(ref.at[row], sums, mask=valid)
     written_position = jnp.maximum(position, 0)
     slot = table_ref[written_position // page] * page + written_position % page
     for name, ref in zip(names, written, strict=True):
