@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -279,6 +280,23 @@ def test_choices_are_one_line(tmp_path, folder, loaded):
     results = read_results(tmp_path)
     assert results[0] == {"id": 7, "choices": [{"text": "ba", "finished": "length"}] * 3}
     assert results[1]["finished"] == "error"
+
+
+def test_request_of_which_one_choice_fails(tmp_path, folder, loaded, monkeypatch):
+    """As choices of a grammar may, while others follow it."""
+    completions = FakeLLM.completions
+
+    def fail_first_choice(self, requests):
+        for each in completions(self, requests):
+            is_failed = (each.index, each.choice) == (0, 0)
+            yield replace(each, finish_reason="error", error="stuck") if is_failed else each
+
+    monkeypatch.setattr(FakeLLM, "completions", fail_first_choice)
+    write_requests(tmp_path / "in.jsonl", {"prompt": "ab", "n": 3}, {"prompt": "cd"})
+    assert batch(tmp_path) == 0
+    results = read_results(tmp_path)
+    assert results[0] == {"finished": "error", "error": "stuck"}
+    assert results[1]["text"] == "dc"
 
 
 def test_log_probabilities_come_with_token_ids(tmp_path, folder, loaded):

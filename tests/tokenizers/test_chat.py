@@ -106,6 +106,28 @@ def test_reasoning_has_the_names_that_it_has_in_transformers(name, hf_tokenizer)
     assert ChatTemplate(source, "test").render(chat) == expected
 
 
+@pytest.mark.parametrize("content", ["```json\n", " a b ", "end", "<|im_end|>", "", "{{ no }}"])
+@pytest.mark.parametrize("written", ["m.content", "m.content | trim"])
+def test_message_to_continue_equals_transformers(content, written, hf_tokenizer):
+    """Also where the end of a turn has the content, too."""
+    turn = f"<|im_start|>{{{{ m.role }}}}\n{{{{ {written} }}}}<|im_end|>\n"
+    source = f"{{% for m in messages %}}{turn}{{% endfor %}}"
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": content}]
+    expected = hf_tokenizer.apply_chat_template(
+        chat, chat_template=source, tokenize=False, continue_final_message=True
+    )
+    assert ChatTemplate(source, "test").render_open(chat) == expected
+
+
+def test_message_to_continue_must_have_content():
+    template = ChatTemplate("{{ messages[0].content }}", "test")
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    with pytest.raises(UserError, match="leaves out the last message"):
+        template.render_open(chat)
+    with pytest.raises(UserError, match="no content"):
+        template.render_open([{"role": "assistant", "content": None}])
+
+
 def test_reads_the_template_in_the_tokenizer_folder(bpe, tmp_path):
     assert load(bpe).source == CHATML
     shutil.copytree(bpe, tmp_path, dirs_exist_ok=True)

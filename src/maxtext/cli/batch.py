@@ -165,6 +165,8 @@ def complete_all(
             yield request
 
     for completion in session.llm.completions(read_requests()):
+        if completion.index not in running:  # another choice of the request has failed
+            continue
         finished = choices.setdefault(completion.index, [])
         finished.append(completion)
         line, record = running[completion.index]

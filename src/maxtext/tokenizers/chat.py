@@ -31,6 +31,7 @@ Messages = Sequence[Mapping[str, Any]]
 # Names of a message's reasoning, which rows and templates choose differently
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+END_MARK = "<|end of the content|>"  # where a template writes the end of a message's content
 
 
 class TemplateRefusal(UserError):
@@ -76,6 +77,21 @@ class ChatTemplate:
         if isinstance(rendered, UserError):
             raise rendered
         return rendered.text
+
+    def render_open(self, messages: Messages, variables: Mapping[str, Any] | None = None) -> str:
+        """The conversation up to the end of the content of its last message, which the model
+        continues, as transformers' `continue_final_message`. Raises UserError if there is none.
+        """
+        *earlier, last = messages
+        content = last.get("content")
+        if not isinstance(content, str):
+            raise UserError("the last message has no content to continue")
+        marked = {**last, "content": f"{content}{END_MARK} "}
+        text, mark, rest = self.render([*earlier, marked], False, variables).rpartition(END_MARK)
+        if not mark:
+            reason = "it leaves out the last message"
+            raise TemplateRefusal(f"the chat template of {self.origin}: {reason}", reason)
+        return text if rest.startswith(" ") else text.rstrip()  # the template strips contents
 
     def run(
         self,

@@ -6,7 +6,7 @@ import pytest
 
 from maxtext.inference.server.bodies import parse_body, parse_messages
 from maxtext.inference.server.errors import ApiError
-from maxtext.inference.server.model import ServedModel, cut_after
+from maxtext.inference.server.model import ServedModel
 from maxtext.inference.server.request_parser import RequestParser
 from maxtext.inference.streams import EngineError
 from maxtext.inference.validation import RequestError
@@ -246,12 +246,6 @@ def test_template_without_developers_gets_a_system_message(suffix, role):
 def test_neutral_values_of_unsupported_fields(parser):
     neutral = {"modalities": ["text"], "suffix": "", "priority": 0, "use_beam_search": False}
     assert parser.completion({"prompt": "x", **neutral}).ignored_fields == ()
-
-
-def test_cut_after_content():
-    assert cut_after("<u>a</u><a>b c</a>", " b c ") == "<u>a</u><a>b c"
-    with pytest.raises(RequestError):
-        cut_after("<u>a</u>", "b")
 
 
 def test_errors_become_statuses(caplog):

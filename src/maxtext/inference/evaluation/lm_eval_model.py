@@ -7,7 +7,7 @@ beginning-of-sequence token, and a context that is too long loses its beginning.
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from lm_eval import utils
@@ -34,7 +34,6 @@ DEFAULT_MAX_GEN_TOKS = 256  # as of lm-eval's `hf` model
 SAMPLING_ARGUMENTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
 # Those that change nothing at these values.
 NEUTRAL_ARGUMENTS = {"num_beams": 1, "use_cache": True, "num_return_sequences": 1}
-END_MARK = "<|end of the content|>"  # where a template writes the end of a message's content
 
 Progress = Callable[[int, int, str], None]  # (requests that are done, of all, their kind)
 
@@ -239,26 +238,19 @@ class MaxTextLM(TemplateLM):
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
         """The conversation as text. Without `add_generation_prompt`, the last message is the
-        beginning of the model's, so the text ends with its content.
+        beginning of the model's, so the text ends with its content. System messages are left out if
+        the template refuses them.
         """
+        render = self.template.render_open
         if add_generation_prompt:
-            return self.render(chat_history, True)
-        *earlier, last = chat_history
-        marked = last | {"content": f"{last['content']}{END_MARK} "}
-        text, mark, rest = self.render([*earlier, marked], False).rpartition(END_MARK)
-        if not mark:
-            raise UserError(f"the chat template of {self.template.origin} leaves out a message")
-        return text if rest.startswith(" ") else text.rstrip()  # the template strips contents
-
-    def render(self, messages: list[dict[str, str]], add_generation_prompt: bool) -> str:
-        """Without system messages if the template refuses them, as lm-eval's `hf` model does."""
+            render = partial(self.template.render, add_generation_prompt=True)
         try:
-            return self.template.render(messages, add_generation_prompt)
+            return render(chat_history)
         except UserError:
-            others = [message for message in messages if message["role"] != "system"]
-            if len(others) == len(messages):
+            others = [message for message in chat_history if message["role"] != "system"]
+            if len(others) == len(chat_history):
                 raise
-            text = self.template.render(others, add_generation_prompt)
+            text = render(others)
         if not self.drops_system:
             LOGGER.warning("the chat template refuses system messages: they are left out")
             self.drops_system = True

@@ -121,10 +121,9 @@ class ServedModel:
                 {**message, "role": "system"} if message["role"] == DEVELOPER else message
                 for message in messages
             ]
-        text = template.render(messages, add_generation_prompt, variables)
         if continue_final_message:
-            text = cut_after(text, messages[-1].get("content") or "")
-        return text
+            return template.render_open(messages, variables)
+        return template.render(messages, add_generation_prompt, variables)
 
     @cached_property
     def special_ids(self) -> dict[str, int]:
@@ -158,17 +157,6 @@ class ServedModel:
         if shows_specials and token in self.tokenizer.special_ids:
             return self.tokenizer.id_to_token(token).encode()
         return text_bytes(self.tokenizer, token)
-
-
-def cut_after(text: str, content: str) -> str:
-    """The rendered conversation up to the end of its last content."""
-    end = text.rfind(content.strip())
-    if not content.strip() or end < 0:
-        raise RequestError(
-            "continue_final_message needs a last message whose content the template writes",
-            "continue_final_message",
-        )
-    return text[: end + len(content.strip())]
 
 
 def read_sampling_defaults(llm: LLM) -> dict[str, Any]:
