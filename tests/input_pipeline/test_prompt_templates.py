@@ -119,5 +119,5 @@ def test_function_returns_a_prompt(encoder, tmp_path):
 
 def test_prompts_with_images_are_refused(encoder):
     parts = [{"type": "text", "text": "What is it?"}, {"type": "image", "image": "cat.png"}]
-    with pytest.raises(UnusableRecord, match="message 0 of the prompt has a part of type 'image'"):
+    with pytest.raises(UnusableRecord, match="message 0 has a part of type 'image'"):
         encoder().prepare({"prompt": [{"role": "user", "content": parts}]})

@@ -219,7 +219,7 @@ def fill_rl_defaults(settings: Layer) -> None:
             settings["gradient_accumulation_steps"] = Setting(
                 prompts // micro_batch, Source("derived", "train_micro_batch_size")
             )
-    except TypeError:
+    except (TypeError, ValueError, OverflowError):  # reported with the key that has the value
         return
 
 

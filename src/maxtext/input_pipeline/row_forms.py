@@ -182,7 +182,7 @@ def refuse_media(messages: Sequence[Message]) -> None:
             kind = part.get("type") if isinstance(part, dict) else None
             if kind not in (None, "text"):
                 raise UnusableRecord(
-                    f"message {index} of the prompt has a part of type {kind!r}: completions are "
+                    f"message {index} has a part of type {kind!r}: completions are "
                     "sampled from text alone"
                 )
 

@@ -14,6 +14,7 @@ import transformers
 
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.configs.sources import HERE, from_python
+from maxtext.inference.sampling_params import SamplingParams
 from maxtext.trainers import tune
 from maxtext.trainers.configuration import load_run
 from maxtext.trainers.rl import rollout
@@ -299,6 +300,16 @@ def test_spans_of_steps_without_a_checkpoint_are_dropped(tmp_path):
         ({"max_prefill_predict_length": 14}, "leaves no token"),
         ({"train_micro_batch_size": 3, "batch_size": 4}, "does not divide"),
         ({"gradient_accumulation_steps": 3}, "does not divide the 8 completions of a step"),
+        ({"train_fraction": math.nan}, "train_fraction=nan"),
+        (
+            {"decode_sampling_strategy": "weighted", "decode_sampling_top_k": 5},
+            "decode_sampling_top_k=5 does nothing",
+        ),
+        (
+            {"decode_sampling_strategy": "topk", "decode_sampling_top_k": 5}
+            | {"decode_sampling_nucleus_p": 0.5},
+            "decode_sampling_nucleus_p=0.5 does nothing",
+        ),
         ({"enable_rampup_batch_size": True}, "a step of use_grpo has batch_size prompts"),
         ({"use_sft": True}, "exclude each other"),
         ({"off_policy_steps": 1}, "off_policy_steps"),
@@ -366,6 +377,18 @@ def test_logged_rollout_has_the_answer(caplog):
         log_rollout(rollout, RewardKeys.from_python())
     expected = ["step 3", "completion: So <answer>42</answer>.", "answer: 42", "rewards: f 1"]
     assert [line for line in caplog.messages[-1].splitlines() if line in expected] == expected
+
+
+def test_truncation_of_the_distribution_chooses_the_strategy(base):
+    top_k, top_p = {"decode_sampling_top_k": 5}, {"decode_sampling_nucleus_p": 0.5}
+    strategies = [("weighted", {}), ("topk", top_k), ("nucleus", top_p)]
+    for strategy, keys in [*strategies, ("composite", top_k | top_p)]:
+        overrides = from_python({"load_parameters_path": str(base), **RUN, **keys})
+        config = load_run(HERE / "grpo.yml", overrides, None)
+        params = SamplingParams.from_config(config)
+        assert config.decode_sampling_strategy.value == strategy
+        assert params.top_k == keys.get("decode_sampling_top_k", 0)
+        assert params.top_p == keys.get("decode_sampling_nucleus_p", 1.0)
 
 
 def test_steps_are_those_of_the_batches(base):

@@ -244,6 +244,11 @@ USER = [{"role": "user", "content": "2+3?"}]
         ("2+3?", None, "row 0: reset returned str instead of a list of messages"),
         ([], None, "row 0: reset returned no message"),
         (["2+3?"], None, "row 0: reset returned the message '2.3.', which has no role"),
+        (
+            [{"role": "user", "content": [{"type": "image"}]}],
+            None,
+            "row 0: reset returned messages that are no text: message 0 has a part of type 'image'",
+        ),
         (USER, 3, "row 0: step returned something else than"),
         (USER, ([], "a", True), "row 0: step returned the reward 'a', which is no number"),
         (USER, ([], float("nan"), True), "row 0: step returned the reward nan"),

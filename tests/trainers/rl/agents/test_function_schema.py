@@ -104,6 +104,10 @@ def of_a_class(x: Exception) -> None:
     """Raise."""
 
 
+def many(*numbers: int) -> None:
+    """Add."""
+
+
 def bad_choices(x: str) -> None:
     """Choose.
 
@@ -118,6 +122,7 @@ def bad_choices(x: str) -> None:
         (untyped, "the argument x of the tool untyped has no type hint"),
         (undocumented, "the tool undocumented has no docstring"),
         (of_a_class, "the argument x of the tool of_a_class has the type"),
+        (many, "the argument numbers of the tool many has no name in a call"),
         (bad_choices, "must be a JSON list"),
     ],
 )

@@ -113,6 +113,8 @@ def test_boxed_answers_have_balanced_braces():
 
 def test_accepted_answers_of_other_types():
     assert accepted_answers(42) == ("42",)
+    assert accepted_answers(None) == ()
+    assert answer_reward(REASONED.format("None"), None) == -1.0
     assert accepted_answers("[0, 1)") == ("[0, 1)",)  # an interval, not JSON
     assert accepted_answers([1, "2"]) == ("1", "2")
     assert accepted_answers('["1", "2"]') == ("1", "2")

@@ -10,6 +10,9 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+from maxtext.input_pipeline.formats import UnusableRecord
+from maxtext.input_pipeline.row_forms import refuse_media
+
 Message = dict[str, Any]
 Step = tuple[Sequence[Message], float | None, bool]
 
@@ -41,6 +44,10 @@ def check_messages(messages: Any, method: str) -> list[Message]:
             raise InvalidResult(f"{method} returned the message {message!r}, which has no role")
         if message.get("content") is None and "tool_calls" not in message:
             raise InvalidResult(f"{method} returned the message {message!r}, which has no content")
+    try:
+        refuse_media(messages)
+    except UnusableRecord as error:
+        raise InvalidResult(f"{method} returned messages that are no text: {error}") from None
     return [dict(message) for message in messages]
 
 

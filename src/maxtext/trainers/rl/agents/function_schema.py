@@ -44,6 +44,11 @@ def function_schema(function: Callable[..., Any]) -> Schema:
     properties: dict[str, Schema] = {}
     required = []
     for argument, parameter in inspect.signature(function).parameters.items():
+        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            raise ConfigError(
+                f"the argument {argument} of the tool {name} has no name in a call: tools have "
+                "neither *args, **kwargs nor positional arguments"
+            )
         if argument not in hints:
             raise ConfigError(f"the argument {argument} of the tool {name} has no type hint")
         schema = dict(type_schema(hints[argument], f"the argument {argument} of the tool {name}"))

@@ -51,7 +51,8 @@ def last_boxed(text: str) -> str | None:
 
 
 def accepted_answers(answer: Any) -> tuple[str, ...]:
-    """The texts that count as right: of a list, of JSON text of a list, or of a single answer.
+    """The texts that count as right: of a list, of JSON text of a list, or of a single answer; none
+    for None.
 
     A text with #### (GSM8K) has its answer after it. Of a choice such as "(B) 42", the letter, its
     text and both together count.
@@ -67,6 +68,8 @@ def accepted_answers(answer: Any) -> tuple[str, ...]:
 
 
 def answer_list(answer: Any) -> Iterable[Any]:
+    if answer is None:
+        return []
     if isinstance(answer, str) and answer.lstrip().startswith("["):
         try:
             parsed = json.loads(answer)
