@@ -105,6 +105,7 @@ def test_names_of_adapters():
         (["x", "--uds", "s", "--port", "1"], "in place of"),
         (["x", "--generation-config", "yes"], "auto or none"),
         (["x", "--default-chat-template-kwargs", "[]"], "JSON object"),
+        (["x", "--default-chat-template-kwargs", '{"tools": []}'], "may not set tools"),
         (["x", "--reasoning-parser", "deep"], "think or gpt_oss or none"),
         (["x", "--lora", "a"], "NAME=DIR"),
         (["x", "--lora", "x=d"], "name of the model"),

@@ -334,4 +334,8 @@ def parse_template_defaults(text: str | None) -> dict[str, Any]:
             "--default-chat-template-kwargs takes a JSON object such as "
             f'{{"enable_thinking": false}}, not {text[:60]!r}'
         )
+    from maxtext.tokenizers.chat import RESERVED_VARIABLES
+
+    if names := sorted(RESERVED_VARIABLES.intersection(value)):
+        raise ConfigError(f"--default-chat-template-kwargs may not set {names[0]}")
     return value

@@ -31,6 +31,12 @@ Messages = Sequence[Mapping[str, Any]]
 # Names of a message's reasoning, which rows and templates choose differently
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+# Variables of a template that neither requests nor the settings of a server may set, special tokens
+# also where the tokenizer has none of this kind.
+RESERVED_VARIABLES = {"messages", "tools", "documents", "add_generation_prompt", "self"}
+RESERVED_VARIABLES |= {
+    f"{kind}_token" for kind in ("bos", "eos", "pad", "unk", "sep", "cls", "mask")
+}
 END_MARK = "<|end of the content|>"  # where a template writes the end of a message's content
 
 

@@ -12,17 +12,11 @@ from maxtext.inference.llm import LLM
 from maxtext.inference.server.errors import NOT_FOUND, ApiError
 from maxtext.inference.validation import RequestError, shorten
 from maxtext.tokenizers import ChatTemplate, Tokenizer
+from maxtext.tokenizers.chat import RESERVED_VARIABLES
 from maxtext.tokenizers.token_bytes import concatenates, text_bytes
 
 # Fields of generation_config.json that are defaults of requests.
 SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-# Variables of a template that a request may not set by chat_template_kwargs, special tokens also
-# where the tokenizer has none of this kind.
-RESERVED_VARIABLES = {"messages", "tools", "documents", "add_generation_prompt", "self"}
-RESERVED_VARIABLES |= {
-    f"{kind}_token" for kind in ("bos", "eos", "pad", "unk", "sep", "cls", "mask")
-}
-
 DEVELOPER = "developer"  # the role that OpenAI's newer models have in place of `system`
 
 
