@@ -9,9 +9,11 @@ import torch
 import transformers
 
 from maxtext.checkpoint.open import open_checkpoint
-from maxtext.configs.sources import from_python
+from maxtext.common.errors import ConfigError
+from maxtext.configs.sources import HERE, from_python
 from maxtext.models.configuration import load
 from maxtext.trainers import tune
+from maxtext.trainers.configuration import load_run
 from maxtext.trainers.distillation.on_policy import (
     Origin,
     batch_origin,
@@ -214,3 +216,9 @@ def test_stopped_run_resumes_bit_for_bit(finished, train):
         assert {name: row[name] for name in names} == {name: expected[name] for name in names}
     weights = (run.result.state.weights for run in (finished, resumed))
     assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), *weights))
+
+
+def test_truncation_of_the_distribution_needs_its_strategy():
+    keys = {"use_gkd": True, "decode_sampling_top_k": 5}
+    with pytest.raises(ConfigError, match="decode_sampling_top_k=5 does nothing"):
+        load_run(HERE / "distill.yml", from_python(keys), None)

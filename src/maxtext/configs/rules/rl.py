@@ -186,15 +186,16 @@ def completions_of_a_group_differ(settings: Settings) -> str | None:
 def truncation_belongs_to_the_strategy(settings: Settings) -> str | None:
     strategy, top_k = settings.decode_sampling_strategy.value, settings.decode_sampling_top_k
     top_p = settings.decode_sampling_nucleus_p
-    if settings.use_grpo and top_k > 0 and strategy not in ("topk", "composite"):
+    samples = settings.use_grpo or settings.use_gkd
+    if samples and top_k > 0 and strategy not in ("topk", "composite"):
         return (
             f"decode_sampling_top_k={top_k} does nothing with decode_sampling_strategy={strategy}: "
-            "leave the strategy out, or set topk or composite"
+            "set topk or composite"
         )
-    if settings.use_grpo and 0 < top_p < 1 and strategy not in ("nucleus", "composite"):
+    if samples and 0 < top_p < 1 and strategy not in ("nucleus", "composite"):
         return (
             f"decode_sampling_nucleus_p={top_p:g} does nothing with decode_sampling_strategy="
-            f"{strategy}: leave the strategy out, or set nucleus or composite"
+            f"{strategy}: set nucleus or composite"
         )
     return None
 
