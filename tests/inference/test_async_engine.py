@@ -122,26 +122,6 @@ def test_requests_that_arrive_together_are_prefilled_together(engine, programs, 
     assert programs[0] == ("prefill", 2)
 
 
-def test_burst_waits_for_what_follows_it(engine, programs, monkeypatch):
-    for name in ("GATHER_SECONDS", "BURST_SECONDS", "BURST_GAP_SECONDS"):
-        monkeypatch.setattr(module, name, 60.0)
-
-    def submit(count):
-        params = SamplingParams(max_new_tokens=2)
-        return [engine.submit(GenerationRequest("w5 w6", params)) for _ in range(count)]
-
-    with engine.arrival():
-        first = submit(4)
-    time.sleep(0.3)
-    assert not programs
-    for stream in [*first, *submit(4)]:
-        next(stream)
-    assert programs[0] == ("prefill", 8)
-    with engine.arrival():
-        single = submit(1)
-    assert list(single[0])  # it is no burst
-
-
 def test_request_that_does_not_come_delays_others_for_a_moment_only(engine):
     with engine.arrival():
         assert list(engine.submit(GenerationRequest("w5", SamplingParams(max_new_tokens=2))))

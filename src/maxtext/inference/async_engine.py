@@ -37,9 +37,6 @@ MAX_RETRY_AFTER = 60.0
 POLL_SECONDS = 0.1  # between checks of deadlines and backlogs
 GATHER_SECONDS = 0.05  # at most, for requests that are being parsed, before a prefill
 GATHER_POLL_SECONDS = 0.002
-BURST_SECONDS = 0.15  # at most, while requests follow each other
-BURST_GAP_SECONDS = 0.01  # between them
-BURST_REQUESTS = 4  # at least
 STREAM = TypeVar("STREAM", bound=BaseStream)
 Event = tuple[BaseStream, Any]
 
@@ -85,7 +82,6 @@ class AsyncEngine:
         self.lock = threading.Lock()  # of the next three
         self.num_open = 0  # sequences of unfinished requests
         self.num_arriving = 0  # requests that are received but not submitted
-        self.last_arrival_at = 0.0
         self.status = "ready"  # draining, engine_failed
         self.request_ids = itertools.count()
         self.idle = threading.Event()  # no request is open
@@ -140,7 +136,6 @@ class AsyncEngine:
         """
         with self.lock:
             self.num_arriving += 1
-            self.last_arrival_at = time.monotonic()
         try:
             yield
         finally:
@@ -290,30 +285,20 @@ class AsyncEngine:
             else:
                 command()
 
-    def expects_arrival(self, seconds: float) -> bool:
-        """Whether a prefill that waits for some seconds should wait on, for a request that is being
-        parsed, or for more of a burst that has more requests than are running."""
-        if self.num_arriving and seconds < GATHER_SECONDS:
-            return True
-        scheduler = self.engine.scheduler
-        is_burst = len(scheduler.waiting) >= max(BURST_REQUESTS, len(scheduler.running))
-        has_ended = time.monotonic() > self.last_arrival_at + BURST_GAP_SECONDS
-        return is_burst and not has_ended and seconds < BURST_SECONDS
-
     def gather(self) -> None:
-        """Before a prefill that is not full, wait for requests that are being parsed, and for those
-        that follow a burst. A burst of requests then has one prefill, and one phase in which all of
-        them decode, instead of many programs for a few of them. While most slots are in use,
-        running requests do not wait.
+        """Before a prefill that is not full, wait for requests that are being parsed. A burst of
+        requests then has one prefill, and one phase in which all of them decode, instead of many
+        programs for a few of them. While most slots are in use, running requests do not wait.
         """
         scheduler = self.engine.scheduler
-        start = time.monotonic()
+        end = time.monotonic() + GATHER_SECONDS
         while (
             scheduler.waiting
+            and self.num_arriving
             and scheduler.has_low_load
             and not scheduler.has_full_batch
             and not self.stopping
-            and self.expects_arrival(time.monotonic() - start)
+            and time.monotonic() < end
         ):
             self.run_commands(wait=True, timeout=GATHER_POLL_SECONDS)
         self.run_commands(wait=False)  # what came since the last of these waits ended
