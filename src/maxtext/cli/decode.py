@@ -20,6 +20,7 @@ from maxtext.cli.generation import (
 )
 from maxtext.common import progress
 from maxtext.common.errors import ConfigError, UserError
+from maxtext.common.sequences import common_prefix_length
 from maxtext.configs import sources
 from maxtext.configs.load import peek_setting
 from maxtext.configs.types import MaxTextConfig
@@ -173,9 +174,7 @@ def assert_text(expected: str, text: str) -> None:
     """Raise UserError if a completion is not the expected one; for tests."""
     if text == expected:
         return
-    pairs = enumerate(zip(expected, text, strict=False))
-    shorter = min(len(expected), len(text))
-    start = next((index for index, (a, b) in pairs if a != b), shorter)
+    start = common_prefix_length(expected, text)
     end = start + DIFF_CHARACTERS
     raise UserError(
         f"the completion differs from autoregressive_decode_assert: from character {start} on it "

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from maxtext.common.errors import ConfigError, UserError
+from maxtext.common.sequences import common_prefix_length
 from maxtext.configs.sources import is_preset
 from maxtext.configs.types import MaxTextConfig
 from maxtext.input_pipeline.formats import Record, UnusableRecord
@@ -43,7 +44,7 @@ from maxtext.input_pipeline.row_forms import (
 )
 from maxtext.input_pipeline.row_reports import Remark, RowReports
 from maxtext.tokenizers import Tokenizer, load_tokenizer
-from maxtext.tokenizers.assistant_mask import common_prefix_length, tokenize_chat
+from maxtext.tokenizers.assistant_mask import tokenize_chat
 from maxtext.tokenizers.chat import ChatTemplate, chat_template
 
 

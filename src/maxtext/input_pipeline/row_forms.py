@@ -22,8 +22,8 @@ from typing import Any
 
 import numpy as np
 
+from maxtext.common.sequences import common_prefix_length
 from maxtext.input_pipeline.formats import Record, UnusableRecord
-from maxtext.tokenizers.assistant_mask import common_prefix_length
 
 Message = dict[str, Any]
 

@@ -10,7 +10,7 @@ Then the renderings are no prefixes, and the turn is not learned, unless it is t
 starts at the first token that differs from the generation prompt.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -19,6 +19,7 @@ import numpy as np
 
 from maxtext.common.errors import UserError
 from maxtext.common.log import LOGGER
+from maxtext.common.sequences import common_prefix_length
 from maxtext.tokenizers.chat import ChatTemplate, Messages
 from maxtext.tokenizers.interface import Tokenizer
 from maxtext.tokenizers.templates import RenderedTemplate
@@ -196,9 +197,3 @@ def report_difference(template: ChatTemplate, turn: int, reason: str) -> None:
         turn,
         reason,
     )
-
-
-def common_prefix_length(first: Sequence[Any], second: Sequence[Any]) -> int:
-    """The number of leading elements that two sequences have in common."""
-    shorter = min(len(first), len(second))
-    return next((index for index in range(shorter) if first[index] != second[index]), shorter)

@@ -170,12 +170,12 @@ def test_pages_of_several_rows_are_read_once(positions, shared_rows, splits):
 def test_groups_are_rows_that_begin_with_the_same_pages(pages, expected):
     rows = range(10, 10 + len(pages))
     groups = PrefixGroups.from_pages(pages, rows, 20, PAGE)
-    found = {
+    actual = {
         tuple(sorted(int(row) - 10 for row in members if row < 20)): int(length) // PAGE
         for members, length in zip(groups.rows, groups.lengths, strict=True)
         if length
     }
-    assert found == expected
+    assert actual == expected
     lengths = np.zeros(20, int)
     for members, count in expected.items():
         lengths[[10 + row for row in members]] = count * PAGE

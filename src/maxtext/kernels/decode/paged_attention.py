@@ -35,7 +35,9 @@ from maxtext.kernels.decode.paged_tiles import (
     head_spec,
     scaled,
     soft_capped,
+    store_rows,
     tile_bytes,
+    tile_slots,
 )
 from maxtext.kernels.decode.prefix_attention import (
     GROUP_ROWS,
@@ -334,7 +336,7 @@ def attention_span(
         for part in (refs[:num_pools], refs[-num_last - num_pools : -num_last])
     )
     prefix_refs = refs[num_pools : -num_last - num_pools]
-    (context_ref, *sum_refs), written = refs[-num_last:-num_pools], refs[-num_pools:]
+    partial_refs, written = refs[-num_last:-num_pools], refs[-num_pools:]
     row = jnp.arange(padded_group)
     q = q_ref[jnp.minimum(row, group_size - 1), :]
     position = position_ref[0]
@@ -347,10 +349,8 @@ def attention_span(
     )
 
     def read(tile: Array, partial: Partial) -> Partial:
-        k_positions = tile * block + jnp.arange(block)
-        # A tile is within one page.
-        slots = table_ref[tile * block // page] * page + k_positions % page
-        visible = k_positions < position
+        slots = tile_slots(table_ref, tile, block, page)
+        visible = tile * block + jnp.arange(block) < position
         return add_tile(q, pools, slots, visible, partial, scale=scale, soft_cap=soft_cap)
 
     new_key, new_value = (news[name][...].astype(jnp.float32) for name in ("key", "value"))
@@ -368,15 +368,8 @@ def attention_span(
     context, largest, total = jax.lax.fori_loop(first, last, read, partial)
     if is_whole:
         context = normalized(context, total[:, None])
-    valid = row < group_size
-    column = jnp.arange(q.shape[1])
-    triton.store(
-        context_ref.at[row[:, None], column[None, :]],
-        context.astype(context_ref.dtype),
-        mask=valid[:, None] & (column >= 0)[None, :],
-    )
-    for ref, sums in zip(sum_refs, (largest, total), strict=False):
-        triton.store(ref.at[row], sums, mask=valid)
+    for ref, values in zip(partial_refs, (context, largest, total), strict=False):
+        store_rows(ref, row, values, row < group_size)
     written_position = jnp.maximum(position, 0)
     slot = table_ref[written_position // page] * page + written_position % page
     for name, ref in zip(names, written, strict=True):

@@ -47,6 +47,22 @@ def head_spec(first: int | None, array: Array, index: Callable[[Any], Any]) -> p
     return pl.BlockSpec((first, None, *rest), lambda b, k, *_: (index(b), k, *[0] * len(rest)))
 
 
+def tile_slots(table_ref: Any, tile: Array, block: int, page: int) -> Array:
+    """In a kernel: the slots [block] of a tile, which is within one page."""
+    positions = tile * block + jnp.arange(block)
+    return table_ref[tile * block // page] * page + positions % page
+
+
+def store_rows(ref: Any, rows: Array, values: Array, valid: Array) -> None:
+    """In a kernel: store values [R, D] or [R] in those rows of `ref` that are valid."""
+    if values.ndim == 1:
+        triton.store(ref.at[rows], values, mask=valid)
+        return
+    column = jnp.arange(values.shape[1])
+    mask = valid[:, None] & (column >= 0)[None, :]
+    triton.store(ref.at[rows[:, None], column[None, :]], values.astype(ref.dtype), mask=mask)
+
+
 def soft_capped(logits: Array, soft_cap: float | None) -> Array:
     return logits if soft_cap is None else soft_cap * jnp.tanh(logits / soft_cap)
 

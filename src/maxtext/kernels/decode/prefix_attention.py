@@ -22,8 +22,16 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
+from maxtext.common.sequences import common_prefix_length
 from maxtext.kernels.attention.dot_product import MASK_VALUE
-from maxtext.kernels.decode.paged_tiles import MIN_ROWS, Partial, add_tile, head_spec
+from maxtext.kernels.decode.paged_tiles import (
+    MIN_ROWS,
+    Partial,
+    add_tile,
+    head_spec,
+    store_rows,
+    tile_slots,
+)
 
 GROUP_ROWS = 8
 ROWS_PER_GROUP = 4  # of a batch: groups beyond B / 4 are not used
@@ -47,7 +55,7 @@ class PrefixGroups:
         """Groups of sequences by the pages that they begin with. `rows` has the row of each
         sequence in a batch of `num_rows`. A page of several sequences is full."""
         order = sorted(range(len(pages)), key=lambda index: pages[index])
-        common = [num_common(pages[a], pages[b]) for a, b in itertools.pairwise(order)]
+        common = [common_prefix_length(pages[a], pages[b]) for a, b in itertools.pairwise(order)]
         groups = []
         start = 0
         while start < len(order):
@@ -79,14 +87,6 @@ def first_group(common: Sequence[int]) -> tuple[int, int]:
             return size, shared
         shared = min(shared or pages, pages)
     return min(len(common) + 1, GROUP_ROWS), shared
-
-
-def num_common(pages: Sequence[int], other: Sequence[int]) -> int:
-    """How many pages both begin with."""
-    pairs = zip(pages, other, strict=False)
-    return next(
-        (index for index, (a, b) in enumerate(pairs) if a != b), min(len(pages), len(other))
-    )
 
 
 def prefix_attention(
@@ -176,7 +176,6 @@ def attend_to_prefix(
 ) -> None:
     """The shared tokens of one group for one key/value head."""
     pools = dict(zip(names, refs, strict=False))
-    context_ref, largest_ref, total_ref = refs[len(names) :]
     query = jnp.arange(query_rows)
     member = query // group_size
     row = rows_ref[jnp.minimum(member, GROUP_ROWS - 1)]
@@ -185,8 +184,7 @@ def attend_to_prefix(
     q = q_ref[jnp.minimum(row, num_rows - 1) * heads + head, :]
 
     def read(tile: Array, partial: Partial) -> Partial:
-        offset = tile * block + jnp.arange(block)
-        slots = table_ref[tile * block // page] * page + offset % page
+        slots = tile_slots(table_ref, tile, block, page)
         return add_tile(q, pools, slots, None, partial, scale=scale, soft_cap=soft_cap)
 
     partial = (
@@ -194,13 +192,7 @@ def attend_to_prefix(
         jnp.full((query_rows,), MASK_VALUE, jnp.float32),
         jnp.zeros((query_rows,), jnp.float32),
     )
-    context, largest, total = jax.lax.fori_loop(0, length_ref[0] // block, read, partial)
+    results = jax.lax.fori_loop(0, length_ref[0] // block, read, partial)
     # Programs that have no rows would wait for each other's writes.
-    index, valid, column = row * heads + head, row < num_rows, jnp.arange(q.shape[1])
-    triton.store(
-        context_ref.at[index[:, None], column[None, :]],
-        context,
-        mask=valid[:, None] & (column >= 0)[None, :],
-    )
-    triton.store(largest_ref.at[index], largest, mask=valid)
-    triton.store(total_ref.at[index], total, mask=valid)
+    for ref, values in zip(refs[len(names) :], results, strict=True):
+        store_rows(ref, row * heads + head, values, row < num_rows)

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from maxtext.common.sequences import common_prefix_length
 from maxtext.layers.specs import AttentionSpec, LayerSpec
 from maxtext.models.registry import layers
 from maxtext.trainers.run_context import RunContext
@@ -36,13 +37,7 @@ def common_lengths(prompts: Sequence[tuple[int, ...]], rows: int) -> list[int]:
     unless an environment begins the conversations of a group differently."""
     groups = (prompts[start : start + rows] for start in range(0, len(prompts), rows))
     # All prompts of a group begin as the first and the last of them in lexicographic order do.
-    return [common_length(min(group), max(group)) for group in groups]
-
-
-def common_length(first: Sequence[int], second: Sequence[int]) -> int:
-    pairs = enumerate(zip(first, second, strict=False))
-    differences = (index for index, (a, b) in pairs if a != b)
-    return next(differences, min(len(first), len(second)))
+    return [common_prefix_length(min(group), max(group)) for group in groups]
 
 
 def supports_shared_prompts(context: RunContext) -> bool:
