@@ -5,6 +5,7 @@ part of the engine.
 """
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -506,6 +507,42 @@ def test_slots_that_become_free_are_filled_before_a_single_sequence_goes_on(mode
     requests = [new_request((index, 2), 40 if index == 0 else 5) for index in range(7)]
     assert engine.generate(requests) == [expected(request) for request in requests]
     assert programs[:4] == ["prefill", "decode", "prefill", "decode"]
+
+
+@pytest.mark.usefixtures("few_programs")
+@pytest.mark.parametrize(
+    ("counts", "rows"),
+    [
+        pytest.param([12] * 12, [2, 2, 4, 4], id="equal"),
+        pytest.param([12, 12, 12, 12, 16, *[12] * 7], [2, 2, 2, 2], id="one is longer"),
+    ],
+)
+def test_groups_of_equal_length_start_together_later(models, monkeypatch, counts, rows):
+    """Two of four slots are filled some steps after the others. When the first two sequences end,
+    those that wait start with the next two, if all of them will end together."""
+    weights, expected = models("causal")
+    engine = InferenceEngine(compiled("causal"), weights, 4, LENGTH, timed=False)
+    engine.max_steps = 4
+    batches = []
+
+    def run(executor, program, batch, run=Executor.run):
+        if isinstance(batch, PrefillBatch):
+            batches.append(int((np.asarray(batch.slots) < 4).sum()))
+        return run(executor, program, batch)
+
+    monkeypatch.setattr(Executor, "run", run)
+    requests = [new_request((index, 2), count) for index, count in enumerate(counts)]
+    tokens = [[] for _ in requests]
+    waiting = list(enumerate(requests))
+    for arrivals in itertools.chain([waiting[:2], waiting[2:]], itertools.repeat([])):
+        for index, request in arrivals:
+            engine.add_request(index, request)
+        if not engine.has_unfinished:
+            break
+        for output in engine.step():
+            tokens[output.request_id] += output.sampled_tokens
+    assert tokens == [expected(request) for request in requests]
+    assert batches[: len(rows)] == rows
 
 
 @pytest.mark.parametrize("penalty", [0.0, 1.0])  # without and with logits processors

@@ -8,6 +8,7 @@ Prompts are prefilled before running sequences go on; with `chunk_size`, in chun
 decode steps of the others. The scheduler does not touch the device.
 """
 
+import itertools
 import time
 from collections import deque
 from collections.abc import Hashable
@@ -80,6 +81,20 @@ class Scheduler:
     def has_decoding(self) -> bool:
         return any(sequence.is_decoding for sequence in self.running)
 
+    @property
+    def waits_for_slots(self) -> bool:
+        """Whether sequences that wait should start together, when the running ones have ended. They
+        fill all slots and want equally many tokens, so they end together, too. Where groups of them
+        start one after the other, each group needs a prefill, and cuts the decode programs of the
+        others short, from then on. Running sequences must be in the last third of their tokens.
+        """
+        if self.chunk_size or not self.running or len(self.waiting) < self.num_slots:
+            return False
+        first = itertools.islice(self.waiting, self.num_slots)
+        if len({sequence.params.max_new_tokens for sequence in first}) > 1:
+            return False
+        return all(seq.num_decoded >= max(1, 2 * seq.num_remaining) for seq in self.running)
+
     def add(self, sequence: Sequence) -> None:
         self.waiting.append(sequence)
         self.unfinished[sequence.request_id] = sequence
@@ -113,7 +128,9 @@ class Scheduler:
         prefills: afterwards they share it. Returns those that resume from a snapshot of the
         per-slot caches, with the snapshot.
         """
-        restored = []
+        restored: list[tuple[Sequence, Any]] = []
+        if self.waits_for_slots:
+            return restored
         prefilling = {self.first_block(each) for each in self.running if self.adds_blocks(each)}
         for sequence in list(self.waiting) if self.free_slots else ():
             if not self.free_slots or self.blocked:

@@ -78,6 +78,11 @@ class Sequence:
         return len(self.prompt_ids) + self.params.min_tokens
 
     @property
+    def num_decoded(self) -> int:
+        """Decode steps that were dispatched since its prefill."""
+        return self.num_computed - self.prefill_length
+
+    @property
     def num_remaining(self) -> int:
         """Decode steps that may still be dispatched."""
         return self.last_position - self.num_computed
