@@ -37,6 +37,7 @@ from maxtext.inference.sampling_params import SamplingMode
 from maxtext.layers.cache import CacheConfig
 from maxtext.layers.context import REFERENCE, BuildContext
 from maxtext.layers.inputs import LayerInputs
+from maxtext.layers.linear import merge_projections
 from maxtext.layers.parameters import Template
 from maxtext.models.transformer import Caches
 from maxtext.sharding import AxisRules, use_rules
@@ -84,10 +85,18 @@ class Programs:
     rules: AxisRules
     build: BuildContext = REFERENCE
     logprobs_temperature: float = 1.0  # divides the logits for log-probabilities of tokens
+    # With merged projections, of whose weights decode programs make copies; None: `template`.
+    decode_template: Template | None = None
 
     @cached_property
     def runner(self) -> ModelRunner:
         return ModelRunner.from_config(self.config, self.template, self.build)
+
+    @cached_property
+    def decode_runner(self) -> ModelRunner:
+        if self.decode_template is None:
+            return self.runner
+        return ModelRunner.from_config(self.config, self.decode_template, self.build)
 
     @property
     def has_caches(self) -> bool:
@@ -282,7 +291,9 @@ class Programs:
         """The states after `num_steps` more tokens, and the tokens [T, N], or [T, R] if the batch
         selects R slots.
         """
-        weights = self.template.cast(weights)
+        if self.decode_template is not None:
+            weights = merge_projections(self.decode_template, weights)
+        weights = self.decode_runner.template.cast(weights)
         positions = jnp.where(batch.finished_mask, INACTIVE, state.positions)
         state = all_slots = replace(state, positions=positions)
         if batch.slots is not None:
@@ -362,7 +373,7 @@ class Programs:
         if batch.grammar is not None:
             mask = jnp.where(step == 0, batch.grammar.mask, jnp.uint32(ALL_TOKENS))
         token_ids = jnp.maximum(state.token_ids, 0)[:, None]
-        logits, caches = self.runner.decode(weights, state.caches, token_ids, inputs)
+        logits, caches = self.decode_runner.decode(weights, state.caches, token_ids, inputs)
         sampled, active = sample_next(
             logits,
             state.positions + 1,

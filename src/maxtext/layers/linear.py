@@ -14,15 +14,21 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.custom_derivatives import SymbolicZero
 
+from maxtext.common.trees import flatten_dict, unflatten_dict
 from maxtext.kernels.decode import gemv
 from maxtext.kernels.fp8.quantize import sum_products
 from maxtext.kernels.quantized_matmul import quantized_matmul
 from maxtext.kernels.weight_only import QuantizedWeight, weight_only_matmul
 from maxtext.layers.adapters import LayerAdapter, adapter_inputs
 from maxtext.layers.context import INFERENCE, BuildContext, choose
-from maxtext.layers.lora import LowRank, MergedAdapter, down_project, select_slots
-from maxtext.layers.parameters import Initializer
-from maxtext.layers.weight_layout import WeightLayout, merging_unsupported_reason
+from maxtext.layers.lora import LowRank, MergedAdapter, down_project
+from maxtext.layers.parameters import Initializer, Template, Tree
+from maxtext.layers.weight_layout import (
+    WeightLayout,
+    merging_unsupported_reason,
+    pack,
+    source_paths,
+)
 
 
 @dataclass(frozen=True)
@@ -165,7 +171,8 @@ class TransposedLinear(Linear):
 class MergedLinear(nnx.Module):
     """[y_1, …] = x [w_1 …] + [b_1 …]: projections of one input by one matmul, for inference.
 
-    The weight is [K, N], or [N, K] as in `TransposedLinear`. Its values come from `pack_weights`.
+    The weight is [K, N], or [N, K] as in `TransposedLinear`. Its values come from `pack_weights` or
+    `merge_projections`.
     The adapters of the projections are merged, too, see `MergedAdapter`.
     """
 
@@ -191,7 +198,7 @@ class MergedLinear(nnx.Module):
         self.bias = self.layout.bias(initializer.dtype) if bias else None
         self.adapter = MergedAdapter.of(initializer, self.layout)
         if self.adapter is not None:
-            self.lora_a, self.lora_b = self.adapter.params()
+            self.lora_a, self.lora_b = self.adapter.params(dtype)
 
     def __call__(self, x: jax.Array) -> list[jax.Array]:
         """The output of each projection."""
@@ -205,11 +212,28 @@ class MergedLinear(nnx.Module):
         x = x.reshape(*x.shape[: x.ndim - len(self.layout.in_shape)], -1)
         weight = self.weight[...].astype(self.dtype)
         y = matmul_transposed(x, weight, self.use_gemv) if self.layout.transposed else x @ weight
-        ids = adapter_inputs().ids
-        if self.adapter is not None and ids is not None:
+        if self.adapter is not None:
             a, b = (factor[...].astype(self.dtype) for factor in (self.lora_a, self.lora_b))
-            y = y + select_slots(x @ a, ids, self.adapter.slots, self.adapter.ranks) @ b
+            hidden = self.adapter.select(x @ a, adapter_inputs().ids)
+            y = y if hidden is None else y + hidden @ b
         return y if self.bias is None else y + self.bias[...].astype(self.dtype)
+
+
+def merge_projections(template: Template, weights: Tree) -> Tree:
+    """Weights of the same model with separate projections, in the layout of `template`. To be
+    called under jit."""
+    flat, merged = flatten_dict(weights), {}
+    for path, variable in nnx.to_flat_state(template.state):
+        metadata = variable.get_metadata()
+        layout, adapter = metadata.get("layout"), metadata.get("merged")
+        if adapter is not None:
+            factors = [flat.get(source) for source in source_paths(path, adapter.names)]
+            merged[path] = adapter.merge(path[-1], factors)
+        elif layout is not None:
+            merged[path] = pack(path, layout, flat)
+        else:
+            merged[path] = flat[path]
+    return unflatten_dict(merged)
 
 
 def matmul_transposed(x: jax.Array, weight_T: jax.Array, use_gemv: bool) -> jax.Array:

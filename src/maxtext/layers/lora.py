@@ -130,13 +130,15 @@ class LowRank:
 
 @dataclass(frozen=True)
 class MergedAdapter:
-    """For serving: the adapters of projections that are computed by one matmul [K, N].
+    """The adapters of projections that are computed by one matmul [K, N], for inference; of n
+    slots, or the adapter of all rows (n = 1).
 
     lora_a [K, Σ n R] has the columns of one projection after the other; lora_b [Σ n R, N] is block
     diagonal, so that an update has zeros in the outputs of other projections."""
 
     names: tuple[str, ...]  # of the projections, in the module that has them
     ranks: tuple[int, ...]  # 0: a projection without adapters
+    scales: tuple[float, ...]
     in_shape: tuple[int, ...]
     out_shapes: tuple[tuple[int, ...], ...]
     spec: AdapterSpec
@@ -153,6 +155,7 @@ class MergedAdapter:
         return cls(
             names=layout.names,
             ranks=tuple(0 if layer is None else layer.rank for layer in layers),
+            scales=tuple(0.0 if layer is None else layer.scales[0] for layer in layers),
             in_shape=layout.in_shape,
             out_shapes=layout.out_shapes,
             spec=spec,
@@ -162,17 +165,42 @@ class MergedAdapter:
     def slots(self) -> int:
         return self.spec.slots
 
-    def params(self) -> tuple[nnx.Param, nnx.Param]:
-        columns = self.slots * sum(self.ranks)
+    def params(self, dtype: Any) -> tuple[nnx.Param, nnx.Param]:
+        """lora_a and lora_b, which a layer casts to `dtype`."""
+        columns = (self.slots or 1) * sum(self.ranks)
         outputs = sum(map(math.prod, self.out_shapes))
         shapes = (math.prod(self.in_shape), columns), (columns, outputs)
         a, b = (
             nnx.Param(
-                jnp.zeros(shape, self.spec.dtype), axes=(None, None), fixed_dtype=True, merged=self
+                jnp.zeros(shape, self.spec.dtype),
+                axes=(None, None),
+                fixed_dtype=True,
+                merged=self,
+                cast_to=dtype,
             )
             for shape in shapes
         )
         return a, b
+
+    def select(self, hidden: jax.Array, ids: jax.Array | None) -> jax.Array | None:
+        """x A [..., Σ n R] with zeros for other adapters than that of each row or token; None if
+        there is none."""
+        if not self.slots:
+            return hidden
+        return None if ids is None else select_slots(hidden, ids, self.slots, self.ranks)
+
+    def merge(self, kind: str, factors: Sequence[jax.Array | None]) -> jax.Array:
+        """lora_a or lora_b of those of each projection, without slots; None: it has no adapter."""
+        if kind == A:
+            rows = math.prod(self.in_shape)
+            return jnp.concatenate([a.reshape(rows, -1) for a in factors if a is not None], axis=1)
+        blocks = [
+            jnp.zeros((0, math.prod(shape)), self.spec.dtype)
+            if b is None
+            else scale * b.reshape(b.shape[0], -1)
+            for b, shape, scale in zip(factors, self.out_shapes, self.scales, strict=True)
+        ]
+        return jax.scipy.linalg.block_diag(*blocks)
 
 
 def down_project(x: jax.Array, layers: Sequence[LowRank], inputs: AdapterInputs) -> list[jax.Array]:

@@ -129,6 +129,8 @@ class MergedMlp(Mlp):
     def unsupported_reason(cls, spec: MlpSpec, context: BuildContext) -> str | None:
         if spec.fused or len(spec.activations) != 2:
             return "needs two branches with weights of their own"
+        if context.copies_weights:
+            return "would copy most weights of the model"
         return merging_unsupported_reason(context)
 
     def build_branches(self, initializer: Initializer, embed_dim: int) -> None:

@@ -8,6 +8,7 @@ array, and free what they consume.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -80,12 +81,12 @@ def leaf_layouts(template: Template) -> dict[Path, WeightLayout | None]:
     }
 
 
-def source_paths(path: Path, layout: WeightLayout) -> list[Path]:
-    """Where the checkpoint has the projections of a merged parameter."""
-    if not layout.names:
+def source_paths(path: Path, names: Sequence[str]) -> list[Path]:
+    """Where the checkpoint has the projections with these names of a merged parameter."""
+    if not names:
         return [path]
     *parents, _, leaf = path
-    return [(*parents, name, leaf) for name in layout.names]
+    return [(*parents, name, leaf) for name in names]
 
 
 def pack_weights(template: Template, weights: Tree) -> Tree:
@@ -97,12 +98,17 @@ def pack_weights(template: Template, weights: Tree) -> Tree:
         if layout is None:
             packed[path] = flat[path]
             continue
-        arrays = [flat[source] for source in source_paths(path, layout)]
-        pack = merge_weights if path[-1] == "weight" else merge_biases
-        packed[path] = pack(arrays, len(layout.in_shape), layout.transposed)
-        for array in arrays:
-            array.delete()
+        packed[path] = pack(path, layout, flat)
+        for source in source_paths(path, layout.names):
+            flat[source].delete()
     return unflatten_dict(packed)
+
+
+def pack(path: Path, layout: WeightLayout, flat: dict[Path, jax.Array]) -> jax.Array:
+    """The parameter at a path of the arrays that checkpoints have instead."""
+    arrays = [flat[source] for source in source_paths(path, layout.names)]
+    merge = merge_weights if path[-1] == "weight" else merge_biases
+    return merge(arrays, len(layout.in_shape), layout.transposed)
 
 
 @partial(jax.jit, static_argnums=(1, 2))
@@ -176,7 +182,7 @@ def unpack_weights(template: Template, weights: Tree) -> Tree:
         in_shape = layout.in_shape if is_weight else ()
         parts = np.split(array, layout.splits, axis=-1)
         for source, part, shape in zip(
-            source_paths(path, layout), parts, layout.out_shapes, strict=True
+            source_paths(path, layout.names), parts, layout.out_shapes, strict=True
         ):
             unpacked[source] = part.reshape(*in_shape, *shape)
     return unflatten_dict(unpacked)

@@ -1,5 +1,7 @@
 """Completions sampled from the weights of a run, against `LLM` and the forward pass."""
 
+from dataclasses import replace
+
 import jax
 import numpy as np
 import pytest
@@ -7,12 +9,13 @@ import pytest
 from maxtext.checkpoint.open import model_param_infos
 from maxtext.checkpoint.weights import ModelWeights, load_weights
 from maxtext.common.errors import UserError
+from maxtext.common.trees import flatten_dict
 from maxtext.inference.llm import LLM
 from maxtext.inference.requests import GenerationRequest
 from maxtext.inference.sampling_params import SamplingParams
 from maxtext.layers.context import BuildContext
 from maxtext.models.transformer import initial_weights, make_template
-from maxtext.trainers.rl.rollout import Rollout, RolloutEngine, sample_seed
+from maxtext.trainers.rl.rollout import Rollout, RolloutEngine, merged_template, sample_seed
 from maxtext.trainers.rl.weight_sync import check_synced
 from maxtext.trainers.run_context import RunContext
 
@@ -155,6 +158,40 @@ def test_paged_caches_of_a_gpu_sample_the_same(context, engine, weights, rollout
     assert [each.token_ids for each in paged.generate(requests(logprobs=0))] == [
         each.token_ids for each in rollouts
     ]
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        pytest.param([], id="base"),
+        pytest.param(
+            ["lora_rank=4", "lora_alpha=6", "lora_target_modules=[q_proj,v_proj,up_proj]"],
+            id="adapters",
+        ),
+        pytest.param(["attention_bias=true", "base_num_kv_heads=2"], id="biases"),
+    ],
+)
+def test_merged_projections_of_a_gpu_sample_the_same(configure, monkeypatch, keys):
+    context = RunContext.from_config(configure("base_num_decoder_layers=2", *keys))
+    keys = iter(jax.random.split(jax.random.key(0), 100))
+    weights = jax.tree.map(
+        lambda leaf: 0.3 * jax.random.normal(next(keys), leaf.shape, leaf.dtype),
+        context.template.weights,
+    )
+    engine = RolloutEngine(context.config, context.template, context.rules)
+    assert merged_template(context.config, context.template, context.rules) is None
+    with monkeypatch.context() as patch:
+        patch.setattr(BuildContext, "single_gpu_unsupported_reason", lambda context: None)
+        merged = merged_template(context.config, context.template, context.rules)
+    assert sum("merged_qkv" in path for path in flatten_dict(merged.weights)) >= 2
+    sampled = []
+    for template in (None, merged):
+        engine.programs = replace(engine.programs, decode_template=template)
+        engine.sync(weights, len(PROMPTS))
+        sampled.append(engine.generate(requests(logprobs=0)))
+    for separate, together in zip(*sampled, strict=True):
+        assert separate.token_ids == together.token_ids
+        np.testing.assert_allclose(separate.log_probs, together.log_probs, atol=1e-5)
 
 
 def test_temperature_of_log_probs_is_that_of_sampling(configure, context, weights, llm):

@@ -15,6 +15,7 @@ be read once for all of them, see prefix_attention.py.
 """
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -50,6 +51,7 @@ PROGRAMS = 528  # four for each multiprocessor of an H100 or H200; more are slow
 MIN_SPLITS = 2  # balances sequences of different lengths
 BLOCK = 64  # tokens that a program reads at a time
 MAX_TWO_WARP_BLOCK = 32  # tokens
+MAX_HEADS_PER_PROGRAM = 8  # of split_qkv_rope
 COMBINED_ELEMENTS = 4096  # elements of spans that are combined at a time
 
 
@@ -266,18 +268,26 @@ def split_qkv_rope(
     sin [B, D / 2] on q and k. One kernel, where XLA launches three."""
     q_heads, kv_heads = heads
     half = cos.shape[1]
+    # A power of two, of which queries, keys and values have whole multiples.
+    per_program = math.gcd(q_heads, kv_heads, MAX_HEADS_PER_PROGRAM)
 
     def run(x_ref: Any, cos_ref: Any, sin_ref: Any, *outs: Any) -> None:
         columns = [pl.ds(part * half, half) for part in range(2)]
-        halves = [x_ref[at].astype(jnp.float32) for at in columns]
-        store_head(outs, heads, pl.program_id(1), columns, halves, cos_ref[...], sin_ref[...])
+        halves = [x_ref[:, at].astype(jnp.float32) for at in columns]
+        first = pl.program_id(1) * per_program
+        cos, sin = (ref[...][None, :] for ref in (cos_ref, sin_ref))
+        store_head(outs, heads, first, columns, halves, cos, sin, per_program)
 
     counts = (q_heads, kv_heads, kv_heads)
     angles = pl.BlockSpec((None, half), lambda b, h: (b, 0))
     return pl.pallas_call(
         run,
-        grid=(len(x), q_heads + 2 * kv_heads),
-        in_specs=[pl.BlockSpec((None, 2 * half), lambda b, h: (b, h)), angles, angles],
+        grid=(len(x), (q_heads + 2 * kv_heads) // per_program),
+        in_specs=[
+            pl.BlockSpec((None, per_program, 2 * half), lambda b, h: (b, h, 0)),
+            angles,
+            angles,
+        ],
         out_specs=[
             pl.BlockSpec((None, count, 2 * half), lambda b, h: (b, 0, 0)) for count in counts
         ],
@@ -285,7 +295,7 @@ def split_qkv_rope(
         interpret=interpret,
         name="split_qkv_rope",
         compiler_params=triton.CompilerParams(num_warps=1, num_stages=1),
-    )(x, cos, sin)
+    )(x.reshape(len(x), -1, 2 * half), cos, sin)
 
 
 def store_head(
@@ -296,9 +306,11 @@ def store_head(
     halves: Any,
     cos: Array,
     sin: Array,
+    count: int | None = None,
 ) -> None:
     """In a kernel: store the halves of one of H + 2 K heads, or the same columns of both, in q, k
-    or v; with RoPE if it is a query or key."""
+    or v; with RoPE if it is a query or key. With `count`, of as many heads from this one on, which
+    are all queries, all keys or all values."""
     (first, second), (q_heads, kv_heads) = halves, heads
     rotated = (first * cos - second * sin, second * cos + first * sin)
     begins = (0, q_heads, q_heads + kv_heads, q_heads + 2 * kv_heads)
@@ -308,8 +320,9 @@ def store_head(
 
         @pl.when((head >= begin) & (head < end))
         def _(out_ref: Any = out_ref, begin: int = begin, pair: Any = pair) -> None:
+            row = head - begin if count is None else pl.ds(head - begin, count)
             for at, values in zip(columns, pair, strict=True):
-                out_ref[head - begin, at] = values.astype(out_ref.dtype)
+                out_ref[row, at] = values.astype(out_ref.dtype)
 
 
 def attention_span(

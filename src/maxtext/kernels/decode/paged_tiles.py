@@ -48,9 +48,11 @@ def head_spec(first: int | None, array: Array, index: Callable[[Any], Any]) -> p
 
 
 def tile_slots(table_ref: Any, tile: Array, block: int, page: int) -> Array:
-    """In a kernel: the slots [block] of a tile, which is within one page."""
+    """In a kernel: the slots [block] of a tile, which is within one page or has whole pages; those
+    after the last page of the table are of that page."""
     positions = tile * block + jnp.arange(block)
-    return table_ref[tile * block // page] * page + positions % page
+    column = tile * block // page if block <= page else positions // page
+    return table_ref[jnp.minimum(column, table_ref.shape[0] - 1)] * page + positions % page
 
 
 def store_rows(ref: Any, rows: Array, values: Array, valid: Array) -> None:

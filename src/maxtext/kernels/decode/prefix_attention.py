@@ -26,15 +26,18 @@ from maxtext.common.sequences import common_prefix_length
 from maxtext.kernels.attention.dot_product import MASK_VALUE
 from maxtext.kernels.decode.paged_tiles import (
     MIN_ROWS,
+    SHARED_BYTES,
     Partial,
     add_tile,
     head_spec,
     store_rows,
+    tile_bytes,
     tile_slots,
 )
 
 GROUP_ROWS = 8
 ROWS_PER_GROUP = 4  # of a batch: groups beyond B / 4 are not used
+BLOCK = 64  # tokens that a program reads at a time, of several pages if these are smaller
 MAX_QUERY_ROWS = 64  # of a program, as registers and shared memory allow
 MAX_TWO_WARP_ROWS = 32
 
@@ -108,6 +111,9 @@ def prefix_attention(
     kv_heads = flat_pool["key"].shape[1]
     group_size = heads // kv_heads
     query_rows = max(MIN_ROWS, pl.next_power_of_2(GROUP_ROWS * group_size))
+    if BLOCK % page == 0:
+        block = max(block, BLOCK)
+    stages = min(stages, SHARED_BYTES // tile_bytes(block, head_dim, flat_pool["key"].dtype))
     outputs = (batch + 1) * heads
     pool_specs = [head_spec(len(array), array, lambda b: 0) for array in flat_pool.values()]
 
@@ -182,17 +188,19 @@ def attend_to_prefix(
     row = jnp.where(member < GROUP_ROWS, row, num_rows)
     head = pl.program_id(1) * group_size + query % group_size
     q = q_ref[jnp.minimum(row, num_rows - 1) * heads + head, :]
+    length = length_ref[0]
 
     def read(tile: Array, partial: Partial) -> Partial:
         slots = tile_slots(table_ref, tile, block, page)
-        return add_tile(q, pools, slots, None, partial, scale=scale, soft_cap=soft_cap)
+        visible = None if block <= page else tile * block + jnp.arange(block) < length
+        return add_tile(q, pools, slots, visible, partial, scale=scale, soft_cap=soft_cap)
 
     partial = (
         jnp.zeros(q.shape, jnp.float32),
         jnp.full((query_rows,), MASK_VALUE, jnp.float32),
         jnp.zeros((query_rows,), jnp.float32),
     )
-    results = jax.lax.fori_loop(0, length_ref[0] // block, read, partial)
+    results = jax.lax.fori_loop(0, pl.cdiv(length, block), read, partial)
     # Programs that have no rows would wait for each other's writes.
     for ref, values in zip(refs[len(names) :], results, strict=True):
         store_rows(ref, row * heads + head, values, row < num_rows)

@@ -33,11 +33,15 @@ from maxtext.inference.sampling import derive_seed
 from maxtext.input_pipeline import Batch
 from maxtext.input_pipeline.packing import pad_row
 from maxtext.input_pipeline.sequences import masked_sequence
+from maxtext.layers.context import INFERENCE
+from maxtext.layers.lora import split_adapter
 from maxtext.layers.parameters import Template
-from maxtext.models.transformer import build_context
+from maxtext.layers.weight_layout import merging_unsupported_reason
+from maxtext.models.transformer import build_context, make_template
 from maxtext.sharding import AxisRules
 from maxtext.sharding.state import on_device
 from maxtext.tokenizers import Tokenizer, load_tokenizer
+from maxtext.trainers.adapters import run_adapters
 from maxtext.trainers.rl.weight_sync import WeightSync, check_synced
 
 PAGE_TOKENS = 32  # of a paged KV cache
@@ -149,7 +153,11 @@ class RolloutEngine:
                 "pagedattn_tokens_per_page": PAGE_TOKENS,
                 "pagedattn_num_pages": num_blocks,
             }
-            self.paged[num_blocks] = replace(self.programs, config=config.model_copy(update=keys))
+            self.paged[num_blocks] = replace(
+                self.programs,
+                config=config.model_copy(update=keys),
+                decode_template=merged_template(config, self.template, self.rules),
+            )
         return self.paged[num_blocks]
 
     def release(self) -> None:
@@ -218,6 +226,22 @@ class RolloutSession:
                 finish_reason=completion.finish_reason,
             )
         return rollouts
+
+
+def merged_template(config: MaxTextConfig, template: Template, rules: AxisRules) -> Template | None:
+    """The model of `template` with queries, keys and values of one matmul, for decode programs;
+    None if they cannot be merged."""
+    _, adapter = split_adapter(template.weights)
+    context = build_context(
+        config,
+        rules,
+        INFERENCE,
+        quantized_weights=config.lora_weight_qtype is not None,
+        adapters=run_adapters(config) if adapter else None,
+    )
+    if merging_unsupported_reason(context):
+        return None
+    return make_template(config, replace(context, copies_weights=True))
 
 
 def rollout_metrics(rollouts: list[Rollout]) -> dict[str, float]:
