@@ -76,7 +76,7 @@ class AdapterMethods:
         if serves(built, self.adapters.spec):
             self.model.weights = self.model.with_adapters(self.model.weights, self.param_infos)
             for engine in self.engines:
-                engine.executor.weights = self.model.weights
+                engine.executor.set_weights(self.model.weights)
             return
         self.engine = None
         weights, _ = split_adapter(self.model.checkpoint_weights)

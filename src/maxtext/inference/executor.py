@@ -33,7 +33,7 @@ class Executor:
 
     def __init__(self, programs: Programs, weights: Any, cache_config: CacheConfig):
         self.programs = programs
-        self.weights = weights
+        self.set_weights(weights)
         self.cache_config = cache_config
         with programs.context():
             self.state: EngineState = programs.init_state(cache_config)
@@ -43,6 +43,12 @@ class Executor:
         # On accelerators compilation is slow, so there are few programs; and in a loop that may end
         # early, a GPU waits for the host before each step.
         self.few_programs = programs.build.platform != "cpu"
+
+    def set_weights(self, weights: Any) -> None:
+        """Programs that are dispatched from now on take these."""
+        self.weights = weights
+        with self.programs.context():
+            self.decode_weights = self.programs.decode_weights(weights)
 
     def release(self) -> None:
         """Free the device's state at once, whoever still refers to it. The weights stay."""
@@ -57,8 +63,9 @@ class Executor:
 
     def run(self, program: Any, batch: PrefillBatch | DecodeBatch) -> Sampled:
         processors = self.processors if batch.has_processors else None
+        weights = self.decode_weights if isinstance(batch, DecodeBatch) else self.weights
         with self.programs.context():
-            self.state, processors, sampled = program(self.weights, self.state, batch, processors)
+            self.state, processors, sampled = program(weights, self.state, batch, processors)
         if processors is not None:
             self.processors = processors
         return sampled

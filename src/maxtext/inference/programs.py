@@ -20,6 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from maxtext.common.trees import flatten_dict, unflatten_dict
 from maxtext.configs.types import MaxTextConfig
 from maxtext.inference.batches import MAX_DECODE_STEPS, DecodeBatch, PrefillBatch
 from maxtext.inference.grammar_batch import ALL_TOKENS, INACTIVE, mask_logits
@@ -38,7 +39,8 @@ from maxtext.layers.cache import CacheConfig
 from maxtext.layers.context import REFERENCE, BuildContext
 from maxtext.layers.inputs import LayerInputs
 from maxtext.layers.linear import merge_projections
-from maxtext.layers.parameters import Template
+from maxtext.layers.parameters import Template, Tree
+from maxtext.layers.weight_layout import leaf_layouts
 from maxtext.models.transformer import Caches
 from maxtext.sharding import AxisRules, use_rules
 
@@ -167,6 +169,30 @@ class Programs:
     def prefill(self) -> Any:
         return self.jit(self.run_prefill, donate_argnums=(1, 3))
 
+    def decode_weights(self, weights: Tree) -> Tree:
+        """The weights that decode programs take: those of merged projections, and casts, are
+        copies, made once for all programs; all others are the arrays of `weights`."""
+        template = self.decode_runner.template
+        if self.decode_template is None and not template.has_casts:
+            return weights
+        sources, changed = flatten_dict(weights), self.changed_decode_weights(weights)
+        return unflatten_dict(
+            {path: changed.get(str(path), sources.get(path)) for path in leaf_layouts(template)}
+        )
+
+    @cached_property
+    def changed_decode_weights(self) -> Any:
+        """weights -> the `decode_weights` that are not among them, by their path."""
+
+        def changed_decode_weights(weights: Tree) -> dict[str, jax.Array]:
+            sources, template = flatten_dict(weights), self.decode_runner.template
+            if self.decode_template is not None:
+                weights = merge_projections(template, weights)
+            converted = flatten_dict(template.cast(weights))
+            return {str(p): w for p, w in converted.items() if w is not sources.get(p)}
+
+        return jax.jit(changed_decode_weights)
+
     @cached_property
     def decode(self) -> Any:
         has_adapters = self.build.adapters is not None or self.config.lora_rank > 0
@@ -289,11 +315,8 @@ class Programs:
         processors: ProcessorState | None = None,
     ) -> tuple[EngineState, ProcessorState | None, Sampled]:
         """The states after `num_steps` more tokens, and the tokens [T, N], or [T, R] if the batch
-        selects R slots.
+        selects R slots. `weights` are `decode_weights`.
         """
-        if self.decode_template is not None:
-            weights = merge_projections(self.decode_template, weights)
-        weights = self.decode_runner.template.cast(weights)
         positions = jnp.where(batch.finished_mask, INACTIVE, state.positions)
         state = all_slots = replace(state, positions=positions)
         if batch.slots is not None:

@@ -246,11 +246,21 @@ class Template:
             branch[path[-1]] = read(variable.get_metadata())
         return tree
 
+    @property
+    def cast_dtypes(self) -> Tree:
+        """The dtype to which layers cast each weight before they use it; "" if they do not."""
+        return self.metadata(lambda metadata: metadata.get("cast_to") or "")
+
+    @property
+    def has_casts(self) -> bool:
+        return any(dtype != "" for dtype in jax.tree.leaves(self.cast_dtypes))
+
     def cast(self, weights: Tree) -> Tree:
-        """The weights, with those that their layers cast before they use them already cast. A loop
-        would cast them in every iteration."""
-        dtypes = self.metadata(lambda metadata: metadata.get("cast_to") or "")
-        return jax.tree.map(lambda dtype, w: w.astype(dtype) if dtype else w, dtypes, weights)
+        """The weights, with those that their layers cast already cast: programs would do so in
+        every run."""
+        return jax.tree.map(
+            lambda dtype, w: w if dtype == "" else w.astype(dtype), self.cast_dtypes, weights
+        )
 
     def bind(self, weights: Tree) -> Any:
         """The model with these weights."""
