@@ -60,12 +60,13 @@ def run(args: list[str]) -> int:
     configure_jax(config)
     processes.preallocate_gpu_memory()
     from maxtext.trainers import sample
+    from maxtext.trainers.hooks import FreezeObjects
     from maxtext.trainers.train import train
 
     has_prompt = config.prompt != base_values().prompt
     if has_prompt:
         sample.check(config)
-    result = train(config, checkpoint)
+    result = train(config, checkpoint, hooks=[FreezeObjects()])
     if has_prompt and result.summary["steps"] == config.steps:
         text = sample.complete(result.context, result.state, SAMPLE_TOKENS)
         if world.index == 0:

@@ -21,7 +21,14 @@ from maxtext.kernels.quantized_matmul import quantized_matmul
 from maxtext.kernels.weight_only import QuantizedWeight, weight_only_matmul
 from maxtext.layers.adapters import LayerAdapter, adapter_inputs
 from maxtext.layers.context import INFERENCE, BuildContext, choose
-from maxtext.layers.lora import LowRank, MergedAdapter, down_project
+from maxtext.layers.lora import (
+    LowRank,
+    MergedAdapter,
+    down_project,
+    has_dropout,
+    merged_a,
+    split_columns,
+)
 from maxtext.layers.parameters import Initializer, Template, Tree
 from maxtext.layers.weight_layout import (
     WeightLayout,
@@ -74,7 +81,7 @@ class Linear(nnx.Module):
     def matmuls(self, x: jax.Array, weights: Sequence[Any]) -> list[jax.Array]:
         """x times each weight; all are of layers like this one."""
         platform = self.context.only_platform
-        if len(weights) > 2 and not isinstance(weights[0], QuantizedWeight):
+        if len(weights) > 2 and not any_quantized(weights):
             pairs = zip(copies(x, len(weights)), weights, strict=True)
             return [
                 weight_only_matmul(x, [w], self.input_dims, self.dtype, platform)[0]
@@ -293,20 +300,33 @@ def project(x: jax.Array, *linears: Linear, weight_grads_first: bool = False) ->
     ]
     if weight_grads_first:
         x, weights = order_weight_grads(x, weights)
-    outputs = add_adapters(x, first.matmuls(x, weights), linears)
+    adapted = [linear for linear in linears if isinstance(linear, LoRALinear)]
+    inputs = adapter_inputs()
+    is_plain = type(first).matmuls is Linear.matmuls and not any_quantized(weights)
+    if adapted and is_plain and not has_dropout(adapted, inputs):
+        # A is the first of the weights: in the backward pass, the large matmuls then add to its
+        # product, at no cost, and not the other way round.
+        hidden, *outputs = first.matmuls(x, [merged_a(adapted), *weights])
+        hiddens = split_columns(hidden, adapted)
+    else:
+        outputs, hiddens = first.matmuls(x, weights), down_project(x, adapted, inputs)
+    outputs = add_adapters(outputs, hiddens, linears)
     return [
         y if linear.bias is None else y + linear.bias[...].astype(linear.dtype)
         for y, linear in zip(outputs, linears, strict=True)
     ]
 
 
+def any_quantized(weights: Sequence[Any]) -> bool:
+    return any(isinstance(weight, QuantizedWeight) for weight in weights)
+
+
 def add_adapters(
-    x: jax.Array, outputs: Sequence[jax.Array], linears: Sequence[Linear]
+    outputs: Sequence[jax.Array], hiddens: Sequence[jax.Array], linears: Sequence[Linear]
 ) -> list[jax.Array]:
-    """The outputs of linear layers for x, with the updates of those that have adapters."""
-    inputs = adapter_inputs()
-    adapted = [linear for linear in linears if isinstance(linear, LoRALinear)]
-    hidden = iter(down_project(x, adapted, inputs))
+    """The outputs of linear layers for x, with the updates of those that have adapters, by x A of
+    each of these."""
+    inputs, hidden = adapter_inputs(), iter(hiddens)
     return [
         linear.add_update(next(hidden), y, linear.weight[...], inputs)
         if isinstance(linear, LoRALinear)

@@ -209,14 +209,30 @@ def down_project(x: jax.Array, layers: Sequence[LowRank], inputs: AdapterInputs)
     if not layers:
         return []
     dtype, in_dims = layers[0].adapter_dtype, layers[0].in_dims
-    factors = [layer.lora_a[...].astype(dtype) for layer in layers]
-    if inputs.key is not None and layers[0].adapter.spec.dropout:
+    if has_dropout(layers, inputs):
         return [
-            jnp.tensordot(layer.drop(x, inputs).astype(dtype), a, in_dims)
-            for layer, a in zip(layers, factors, strict=True)
+            jnp.tensordot(
+                layer.drop(x, inputs).astype(dtype), layer.lora_a[...].astype(dtype), in_dims
+            )
+            for layer in layers
         ]
-    hidden = jnp.tensordot(x.astype(dtype), jnp.concatenate(factors, axis=-1), in_dims)
-    ends = list(accumulate(a.shape[-1] for a in factors))
+    return split_columns(jnp.tensordot(x.astype(dtype), merged_a(layers), in_dims), layers)
+
+
+def has_dropout(layers: Sequence[LowRank], inputs: AdapterInputs) -> bool:
+    """Whether each layer has another input after its dropout."""
+    return inputs.key is not None and bool(layers[0].adapter.spec.dropout)
+
+
+def merged_a(layers: Sequence[LowRank]) -> jax.Array:
+    """A of layers with one input, in one matrix."""
+    dtype = layers[0].adapter_dtype
+    return jnp.concatenate([layer.lora_a[...].astype(dtype) for layer in layers], axis=-1)
+
+
+def split_columns(hidden: jax.Array, layers: Sequence[LowRank]) -> list[jax.Array]:
+    """x A of each layer, from x times `merged_a`."""
+    ends = list(accumulate(layer.lora_a.shape[-1] for layer in layers))
     return jnp.split(hidden, ends[:-1], axis=-1)
 
 

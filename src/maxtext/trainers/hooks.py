@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from maxtext.common.errors import UserError
+from maxtext.common.garbage import freeze_objects
 from maxtext.configs.types import MaxTextConfig
 from maxtext.diagnostics.metrics import Recorder
 from maxtext.diagnostics.profiler import Profiler
@@ -152,6 +153,19 @@ class EvaluateLoss(Hook):
             sums = self.eval_step(state.weights, state.reference, batch)
             total = {name: total.get(name, 0.0) + value for name, value in sums.items()}
         return {name: float(value) for name, value in total.items()}
+
+
+class FreezeObjects(Hook):
+    """Leaves what a process has loaded and compiled after its first step out of garbage
+    collections, each of which would stop the host for a fraction of a second."""
+
+    def __init__(self) -> None:
+        self.is_frozen = False
+
+    def after_step(self, loop: Loop) -> None:
+        if not self.is_frozen:
+            freeze_objects()
+            self.is_frozen = True
 
 
 class Profile(Hook):

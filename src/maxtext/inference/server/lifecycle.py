@@ -1,6 +1,5 @@
 """The server as a thread, from a bound socket to the end of its last response."""
 
-import gc
 import socket
 import ssl
 import stat
@@ -14,6 +13,7 @@ from typing import Any
 
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.common.extras import require
+from maxtext.common.garbage import freeze_objects
 from maxtext.inference.server.errors import SERVER_ERROR, ApiError
 from maxtext.inference.server.events import error_response
 
@@ -180,10 +180,7 @@ def tune_interpreter() -> None:
     """For a process that serves, once its model is loaded.
 
     The engine and HTTP share the interpreter: a thread that waits for it gets it after
-    SWITCH_SECONDS instead of 5 ms, which each write to a socket might wait for. Objects that exist
-    now live as long as the process, so the garbage collector, which stops all threads, leaves them
-    out.
+    SWITCH_SECONDS instead of 5 ms, which each write to a socket might wait for.
     """
     sys.setswitchinterval(SWITCH_SECONDS)
-    gc.collect()
-    gc.freeze()
+    freeze_objects()
