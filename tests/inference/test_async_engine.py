@@ -111,8 +111,15 @@ def programs(monkeypatch):
     return programs
 
 
-def test_requests_that_arrive_together_are_prefilled_together(engine, programs, monkeypatch):
+@pytest.fixture
+def patient(monkeypatch):
+    """An engine waits for a minute for requests that arrive."""
     monkeypatch.setattr(module, "GATHER_SECONDS", 60.0)
+    monkeypatch.setattr(module, "MAX_GATHER_SECONDS", 60.0)
+
+
+@pytest.mark.usefixtures("patient")
+def test_requests_that_arrive_together_are_prefilled_together(engine, programs):
     with engine.arrival():  # of the second request
         first = engine.submit(GenerationRequest("w5 w6", SamplingParams(**LONG)))
         time.sleep(0.3)
@@ -122,17 +129,19 @@ def test_requests_that_arrive_together_are_prefilled_together(engine, programs, 
     assert programs[0] == ("prefill", 2)
 
 
-def test_request_that_does_not_come_delays_others_for_a_moment_only(engine):
+@pytest.mark.parametrize("other", ["GATHER_SECONDS", "MAX_GATHER_SECONDS"])
+def test_request_that_does_not_come_delays_others_for_a_moment_only(engine, monkeypatch, other):
+    monkeypatch.setattr(module, other, 3600.0)  # one of the limits is enough
     with engine.arrival():
         assert list(engine.submit(GenerationRequest("w5", SamplingParams(max_new_tokens=2))))
 
 
 @pytest.mark.parametrize(("num_running", "num_new"), [(4, 4), (0, 8)])  # of 8 slots
-def test_busy_engine_and_full_batch_wait_for_no_request(engine, monkeypatch, num_running, num_new):
+def test_busy_engine_and_full_batch_wait_for_no_request(engine, request, num_running, num_new):
     if num_running:
         running = engine.submit(GenerationRequest("w5", SamplingParams(n=num_running, **LONG)))
         next(running)
-    monkeypatch.setattr(module, "GATHER_SECONDS", 60.0)
+    request.getfixturevalue("patient")
     start = time.monotonic()
     with engine.arrival():
         streams = [
@@ -143,6 +152,26 @@ def test_busy_engine_and_full_batch_wait_for_no_request(engine, monkeypatch, num
     assert time.monotonic() - start < 50
     if num_running:
         running.cancel()
+
+
+def test_running_sequences_do_not_wait_for_many_commands(engine, monkeypatch):
+    running = engine.submit(GenerationRequest("w5", SamplingParams(**LONG)))
+    next(running)
+    monkeypatch.setattr(module, "COMMAND_SECONDS", 0.0)
+    submitted, num_waiting = threading.Event(), []
+
+    def step(run=engine.step):
+        num_waiting.append(len(engine.engine.scheduler.waiting))
+        submitted.wait(60)
+        run()
+
+    monkeypatch.setattr(engine, "step", step)
+    params = SamplingParams(max_new_tokens=2)
+    streams = [engine.submit(GenerationRequest(f"w{index}", params)) for index in range(6, 12)]
+    submitted.set()
+    assert all(list(stream)[-1].completion for stream in streams)
+    running.cancel()
+    assert 0 < max(num_waiting) < len(streams) / 2
 
 
 def test_decode_programs_are_short_while_most_slots_are_free(llm, engine, programs, monkeypatch):

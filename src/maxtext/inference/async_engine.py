@@ -35,7 +35,10 @@ MAX_BACKLOG = 256 * 1024  # characters and tokens that a consumer has not read
 STALL_SECONDS = 30.0  # after which a request with such a backlog is dropped
 MAX_RETRY_AFTER = 60.0
 POLL_SECONDS = 0.1  # between checks of deadlines and backlogs
-GATHER_SECONDS = 0.05  # at most, for requests that are being parsed, before a prefill
+COMMAND_SECONDS = 0.02  # for commands between two steps
+# Before a prefill, for requests that are being parsed: at most since the last one, and in all.
+GATHER_SECONDS = 0.05
+MAX_GATHER_SECONDS = 0.15
 GATHER_POLL_SECONDS = 0.002
 STREAM = TypeVar("STREAM", bound=BaseStream)
 Event = tuple[BaseStream, Any]
@@ -272,8 +275,9 @@ class AsyncEngine:
 
     def run_commands(self, wait: bool, timeout: float | None = None) -> None:
         """Run the commands that are there; with `wait`, at least one, unless `timeout` seconds
-        pass before.
+        pass before. While sequences run, the rest of many commands is left for after a step.
         """
+        end = time.monotonic() + COMMAND_SECONDS
         while not self.stopping:
             try:
                 command = self.commands.get(block=wait, timeout=timeout)
@@ -284,6 +288,8 @@ class AsyncEngine:
                 self.stopping = True
             else:
                 command()
+            if self.engine.scheduler.running and time.monotonic() > end:
+                return
 
     def gather(self) -> None:
         """Before a prefill that is not full, wait for requests that are being parsed. A burst of
@@ -291,15 +297,20 @@ class AsyncEngine:
         programs for a few of them. While most slots are in use, running requests do not wait.
         """
         scheduler = self.engine.scheduler
-        end = time.monotonic() + GATHER_SECONDS
+        deadline = time.monotonic() + MAX_GATHER_SECONDS
+        num_waiting, end = 0, deadline
         while (
             scheduler.waiting
             and self.num_arriving
             and scheduler.has_low_load
             and not scheduler.has_full_batch
             and not self.stopping
-            and time.monotonic() < end
         ):
+            now = time.monotonic()
+            if len(scheduler.waiting) > num_waiting:
+                num_waiting, end = len(scheduler.waiting), min(now + GATHER_SECONDS, deadline)
+            if now >= end:
+                break
             self.run_commands(wait=True, timeout=GATHER_POLL_SECONDS)
         self.run_commands(wait=False)  # what came since the last of these waits ended
 
