@@ -87,7 +87,7 @@ class Programs:
     rules: AxisRules
     build: BuildContext = REFERENCE
     logprobs_temperature: float = 1.0  # divides the logits for log-probabilities of tokens
-    # With merged projections, of whose weights decode programs make copies; None: `template`.
+    # With merged projections, whose weights are copies (`decode_weights`); None: `template`.
     decode_template: Template | None = None
 
     @cached_property

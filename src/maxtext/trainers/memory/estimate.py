@@ -124,7 +124,8 @@ class Estimate:
     policies: list[SavedActivations]
     working: int  # computed: one layer's activations and gathered weights, besides saved ones
     batch_shards: int  # into which the mesh splits a batch
-    rollout_caches: int = 0  # of reinforcement learning; they are freed before an update
+    # Of reinforcement learning, with copies of weights; they are freed before an update.
+    rollout_caches: int = 0
     program: Program | None = None
     refusal: str = ""  # the error of a compiler for which the target is too small
 
@@ -251,12 +252,13 @@ def estimate_memory(config: MaxTextConfig, target: Target, compiling: bool = Tru
 
 
 def rollout_cache_bytes(context: RunContext) -> int:
-    """Bytes of one device for the caches of the rollouts of a step; 0 without rollouts."""
+    """Bytes of one device for the rollouts of a step, besides the weights of the trainer; 0 without
+    rollouts."""
     if not context.config.use_grpo:
         return 0
-    from maxtext.trainers.rl.rollout import cache_bytes  # imports the inference engine
+    from maxtext.trainers.rl.rollout import engine_bytes  # imports the inference engine
 
-    total = cache_bytes(context.config, context.objective.model_template, context.rules)
+    total = engine_bytes(context.config, context.objective.model_template, context.rules)
     return total // context.rules.mesh.size
 
 

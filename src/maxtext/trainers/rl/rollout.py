@@ -262,18 +262,26 @@ def cache_length(config: MaxTextConfig) -> int:
     return config.max_target_length + (config.kv_cache_buffer if config.use_grpo else 0)
 
 
-def cache_bytes(config: MaxTextConfig, template: Template, rules: AxisRules) -> int:
-    """Bytes of the caches of all rollouts that are sampled at a time, on all devices together."""
+def engine_bytes(config: MaxTextConfig, template: Template, rules: AxisRules) -> int:
+    """Bytes of the caches of all rollouts that are sampled at a time, and of the weights that
+    decode programs have copies of, on all devices together."""
     prompts = config.rollout_micro_batch_size
     requests = config.num_generations * (prompts if prompts > 0 else config.batch_size)
-    programs = Programs(config, template, rules, build_context(config, rules))
+    programs = Programs(
+        config,
+        template,
+        rules,
+        build_context(config, rules),
+        decode_template=merged_template(config, template, rules),
+    )
     slots = min(requests, config.max_num_seqs or MAX_SLOTS)
     caches = jax.eval_shape(
         lambda: programs.runner.init_caches(
             make_cache_config(programs, slots, cache_length(config))
         )
     )
-    return sum(array.size * array.dtype.itemsize for array in jax.tree.leaves(caches))
+    copies = jax.eval_shape(programs.changed_decode_weights, template.weights)
+    return sum(array.size * array.dtype.itemsize for array in jax.tree.leaves((caches, copies)))
 
 
 def sample_seed(seed: int, step: int, prompt: int, sample: int = 0) -> int:
