@@ -5,6 +5,7 @@ from maxtext.checkpoint.peft_folder import read_adapter
 from maxtext.common.errors import ConfigError, as_config_error
 from maxtext.configs.types import MaxTextConfig
 from maxtext.layers.adapters import AdapterSpec
+from maxtext.layers.context import TRAIN, BuildContext
 from maxtext.layers.parameters import Template
 from maxtext.models.transformer import build_context, make_template
 from maxtext.sharding import AxisRules
@@ -35,5 +36,15 @@ def run_adapters(config: MaxTextConfig) -> AdapterSpec | None:
 
 def base_template(config: MaxTextConfig, rules: AxisRules) -> Template:
     """The model without adapters."""
+    return make_template(config, model_context(config, rules))
+
+
+def model_context(
+    config: MaxTextConfig,
+    rules: AxisRules,
+    mode: str = TRAIN,
+    adapters: AdapterSpec | None = None,
+) -> BuildContext:
+    """The context of the model that is trained, over a base that may be quantized."""
     quantized = config.lora_weight_qtype is not None
-    return make_template(config, build_context(config, rules, quantized_weights=quantized))
+    return build_context(config, rules, mode, quantized_weights=quantized, adapters=adapters)

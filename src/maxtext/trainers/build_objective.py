@@ -7,7 +7,7 @@ from maxtext.layers.adapters import AdapterSpec
 from maxtext.layers.parameters import Template
 from maxtext.models.transformer import build_context, make_template
 from maxtext.sharding import AxisRules
-from maxtext.trainers.adapters import base_template
+from maxtext.trainers.adapters import base_template, model_context
 from maxtext.trainers.distillation.features import check_features
 from maxtext.trainers.distillation.gkd import GKDObjective
 from maxtext.trainers.distillation.learn_to_init import LearnToInit
@@ -24,9 +24,7 @@ def build_objective(
     config: MaxTextConfig, rules: AxisRules, adapters: AdapterSpec | None = None
 ) -> Objective:
     """`adapters`: those that are trained, over a frozen base."""
-    quantized = config.lora_weight_qtype is not None
-    context = build_context(config, rules, quantized_weights=quantized, adapters=adapters)
-    template = make_template(config, context)
+    template = make_template(config, model_context(config, rules, adapters=adapters))
     if config.mtp_num_layers and (config.use_dpo or config.use_grpo or config.teacher_overrides):
         LOGGER.warning("the MTP layers of the model are not trained: this method has no such loss")
     if config.use_grpo:

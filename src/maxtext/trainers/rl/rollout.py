@@ -41,7 +41,7 @@ from maxtext.models.transformer import build_context, make_template
 from maxtext.sharding import AxisRules
 from maxtext.sharding.state import on_device
 from maxtext.tokenizers import Tokenizer, load_tokenizer
-from maxtext.trainers.adapters import run_adapters
+from maxtext.trainers.adapters import model_context, run_adapters
 from maxtext.trainers.rl.weight_sync import WeightSync, check_synced
 
 PAGE_TOKENS = 32  # of a paged KV cache
@@ -232,13 +232,8 @@ def merged_template(config: MaxTextConfig, template: Template, rules: AxisRules)
     """The model of `template` with queries, keys and values of one matmul, for decode programs;
     None if they cannot be merged."""
     _, adapter = split_adapter(template.weights)
-    context = build_context(
-        config,
-        rules,
-        INFERENCE,
-        quantized_weights=config.lora_weight_qtype is not None,
-        adapters=run_adapters(config) if adapter else None,
-    )
+    adapters = run_adapters(config) if adapter else None
+    context = model_context(config, rules, INFERENCE, adapters)
     if merging_unsupported_reason(context):
         return None
     return make_template(config, replace(context, copies_weights=True))
