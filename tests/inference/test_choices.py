@@ -6,7 +6,9 @@ import pytest
 from maxtext import LLM
 from maxtext.inference import GenerationRequest, SamplingParams
 from maxtext.inference.block_pool import BlockPool
+from maxtext.inference.engine import InferenceEngine
 from maxtext.inference.prefix_cache import PrefixCache
+from maxtext.inference.programs import Programs
 from maxtext.inference.scheduler import Scheduler
 from maxtext.inference.sequence import Sequence
 
@@ -71,6 +73,35 @@ def test_choices_share_the_blocks_of_their_prompt(folder):
     assert [list(choice.token_ids) for choice in choices] == dense
     list(llm.completions(iter([GenerationRequest(prompt, SamplingParams(**HOT))])))
     assert cache.hits == 5 * 16
+
+
+@pytest.mark.parametrize("slots", [5, 16])
+def test_a_prompt_is_prefilled_once_for_its_completions(llm, slots):
+    """As in reinforcement learning. Prompts of 16 and 18 tokens end with a block and within one;
+    3 tokens have no block to share. With too few slots, some completions start later."""
+    config = llm.config.model_copy(
+        update={
+            "attention": "paged",
+            "pagedattn_tokens_per_page": 4,
+            "pagedattn_num_pages": 100,
+        }
+    )
+    programs = Programs(config, llm.template, llm.rules)
+    requests = [
+        GenerationRequest(
+            list(range(length, 2 * length)), SamplingParams(n=4, seed=seed, logprobs=0, **HOT)
+        )
+        for length in (16, 18, 3)
+        for seed in range(4)
+    ]
+    engine = InferenceEngine(programs, llm.weights, slots, 32, shared_prompts=True)
+    expected = InferenceEngine(programs, llm.weights, 4, 32).generate(requests)
+    assert engine.generate(requests) == expected
+    assert len(set(map(tuple, expected))) == len(requests)
+    assert not engine.prefilled
+    if slots == 16:
+        assert engine.num_prefilled == 16 + 18 + 4 * 3
+    assert engine.prefix_cache.pool.num_referenced == 0
 
 
 def test_choices_wait_for_no_other_prompt_than_their_own():

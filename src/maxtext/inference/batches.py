@@ -20,6 +20,7 @@ from maxtext.kernels.decode.prefix_attention import PrefixGroups
 
 MAX_DECODE_STEPS = 16  # tokens of a slot in one decode program
 STATIC_DECODE_STEPS = (4, MAX_DECODE_STEPS)  # where the number of steps is static
+MAX_BLOCKS = 2**31 - 1  # more than any pool has
 STATIC: Any = {"static": True}  # part of the compiled program, not an array
 
 
@@ -45,6 +46,24 @@ class PrefillBatch:
     mode: SamplingMode = field(default=SamplingMode.GREEDY, metadata=STATIC)
     num_logprobs: int = field(default=NONE, metadata=STATIC)  # most likely tokens to return
     has_processors: bool = field(default=False, metadata=STATIC)  # of logits, in any row
+    keeps_logits: bool = field(default=False, metadata=STATIC)  # for a `ForkBatch`
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class ForkBatch:
+    """Sequences with the prompt of another one, which has just been prefilled. They share its full
+    blocks."""
+
+    rows: Any  # [N], the row of the prompt in the logits of its prefill
+    slots: Any  # [N], of the sequences; N is padding
+    positions: Any  # [N], of the tokens to sample
+    last_blocks: Any  # [N], the block with the last token of the prompt
+    own_blocks: Any  # [N], where each sequence gets a copy of it; out of bounds: padding
+    params: BatchedSamplingParams
+    adapter_ids: Any = None  # [N]; None: the model has no adapters
+    mode: SamplingMode = field(default=SamplingMode.GREEDY, metadata=STATIC)
+    num_logprobs: int = field(default=NONE, metadata=STATIC)  # most likely tokens to return
 
 
 @jax.tree_util.register_dataclass
@@ -82,6 +101,7 @@ class BatchBuilder:
     has_adapters: bool = False
     can_roll_back: bool = False  # the newest tokens of a sequence can be dropped from its caches
     groups_prefixes: bool = False  # decode reads blocks of several sequences once
+    forks_prompts: bool = False  # sequences may start from the prefill of another
 
     def prefill(
         self, chunks: Sequence[tuple[sequence.Sequence, int]], packed: bool
@@ -144,6 +164,42 @@ class BatchBuilder:
             targets=self.targets(chunks, shape) if num_prompt_logprobs != NONE else None,
             num_prompt_logprobs=num_prompt_logprobs,
             has_processors=any(params[index].has_processors for index in complete),
+            keeps_logits=self.forks_prompts,
+        )
+
+    def fork(
+        self, forks: Sequence[tuple[sequence.Sequence, sequence.Sequence]], rows: Sequence[int]
+    ) -> ForkBatch:
+        """For pairs of a sequence and one with its prompt, and the row of each prompt in the logits
+        of the prefill. The batch has room for all slots, so that one program serves any number."""
+        sequences = [seq for _, seq in forks]
+        padding = self.num_slots - len(sequences)
+        params = [seq.params for seq in sequences]
+        last_block = [(len(seq.prompt_ids) - 1) // self.block_size for seq in sequences]
+
+        def column(values: Iterable[int], fill: int = 0) -> np.ndarray:
+            return np.array([*values, *[fill] * padding], np.int32)
+
+        return ForkBatch(
+            rows=column(rows),
+            slots=column((seq.slot for seq in sequences), self.num_slots),
+            positions=column(len(seq.prompt_ids) for seq in sequences),
+            last_blocks=column(
+                source.blocks[index] for (source, _), index in zip(forks, last_block, strict=True)
+            ),
+            own_blocks=column(
+                (seq.blocks[i] for seq, i in zip(sequences, last_block, strict=True)), MAX_BLOCKS
+            ),
+            params=BatchedSamplingParams.from_params(
+                params + [SamplingParams()] * padding,
+                [seq.last_position for seq in sequences] + [0] * padding,
+                [seq.min_position for seq in sequences] + [0] * padding,
+            ),
+            adapter_ids=column(seq.adapter_slot for seq in sequences)
+            if self.has_adapters
+            else None,
+            mode=batch_mode(params),
+            num_logprobs=program_count((each.logprobs for each in params), self.vocab_size),
         )
 
     def targets(

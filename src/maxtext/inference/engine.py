@@ -8,8 +8,8 @@ and go between steps. The engine works on token ids; `LLM` converts from and to 
 import contextlib
 import time
 from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -50,6 +50,15 @@ class InFlightStep:
     scored: tuple[tuple[Sequence, tuple[int, int], int, int], ...] = ()
 
 
+@dataclass(frozen=True)
+class PrefilledPrompt:
+    """A sequence whose prompt has just been prefilled, and the row of its logits [R, V]."""
+
+    sequence: Sequence
+    logits: jax.Array
+    row: int
+
+
 class InferenceEngine:
     """Generates for up to `slots` requests at a time, each of up to `length` tokens, with weights
     in the layout of `programs.template`. `timed`: a decode program has as many steps as fit into
@@ -67,8 +76,8 @@ class InferenceEngine:
         max_batched_tokens: int | None = None,
         shared_prompts: bool = False,
     ):
-        """`shared_prompts`: nearly all requests are for several completions of a prompt, so that
-        decode programs always read the blocks of a prompt once for all of them."""
+        """`shared_prompts`: nearly all requests are for several completions of a prompt. It is
+        prefilled once, and decode programs always read its blocks once for all of them."""
         config, build = programs.config, programs.build
         self.requested_size = slots, length
         fast_single_row = build.decode_rows == 1 or config.quantization == "int8"
@@ -95,6 +104,7 @@ class InferenceEngine:
         )
         self.max_length = self.max_sequence_length()
         self.in_flight: deque[InFlightStep] = deque()
+        self.prefilled: dict[Hashable, PrefilledPrompt] = {}  # in this step
         self.max_steps = MAX_DECODE_STEPS  # of a decode program, by the time that a step takes
         self.collected_at = 0.0
         # All processes must dispatch the same programs, so time may not decide.
@@ -225,9 +235,11 @@ class InferenceEngine:
         self.admit()
         while group := self.scheduler.next_prefill():
             self.prefill(*group)
+            self.admit()  # what waited for a prefix of these
+            self.fork()
             if self.scheduler.chunk_size:
                 break
-            self.admit()  # what waited for a prefix of these
+        self.prefilled.clear()
         outputs: list[StepOutput] = []
         if self.scheduler.has_decoding:
             outputs += self.decode()
@@ -260,12 +272,38 @@ class InferenceEngine:
             sequence.in_flight = sequence.is_decoding
             self.scheduler.finished_slots.discard(sequence.slot)  # the program resets the slot
         complete = [(row, seq) for row, (seq, _) in enumerate(chunks) if seq.is_decoding]
+        if sampled.logits is not None:
+            for row, seq in complete:
+                if not seq.num_output_tokens:
+                    self.prefilled[seq.prompt_key] = PrefilledPrompt(seq, sampled.logits, row)
         if complete or scored:
-            now = time.monotonic()
+            sampled, now = replace(sampled, logits=None), time.monotonic()
             self.in_flight.append(InFlightStep(sampled, tuple(complete), 0, now, scored))
         for sequence, _ in chunks:
             if self.scheduler.uses_prefix_cache(sequence):
                 self.cache_prefix(sequence)
+
+    def fork(self) -> None:
+        """Dispatch programs that start sequences whose prompt was prefilled for another one in this
+        step."""
+        groups: dict[int, list[tuple[PrefilledPrompt, Sequence]]] = {}
+        for sequence in self.scheduler.forkable() if self.prefilled else ():
+            prompt = self.prefilled.get(sequence.prompt_key)
+            if prompt is not None:
+                groups.setdefault(id(prompt.logits), []).append((prompt, sequence))
+        for group in groups.values():
+            sequences = [sequence for _, sequence in group]
+            batch = self.batches.fork(
+                [(prompt.sequence, sequence) for prompt, sequence in group],
+                [prompt.row for prompt, _ in group],
+            )
+            sampled = self.executor.fork(group[0][0].logits, batch)
+            for sequence in sequences:
+                sequence.num_computed = sequence.prefill_length
+                sequence.in_flight = True
+                self.scheduler.finished_slots.discard(sequence.slot)
+            columns = tuple(enumerate(sequences))
+            self.in_flight.append(InFlightStep(sampled, columns, 0, time.monotonic()))
 
     def decode(self) -> list[StepOutput]:
         """Dispatch a decode program for the sequences that are prefilled, unless it would delay

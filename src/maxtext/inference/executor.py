@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from maxtext.inference import shapes
-from maxtext.inference.batches import BatchBuilder, DecodeBatch, PrefillBatch
+from maxtext.inference.batches import BatchBuilder, DecodeBatch, ForkBatch, PrefillBatch
 from maxtext.inference.logits_processors import ProcessorState
 from maxtext.inference.model_runner import select_caches
 from maxtext.inference.programs import EngineState, Programs, Sampled
@@ -58,6 +58,11 @@ class Executor:
     def prefill(self, batch: PrefillBatch) -> Sampled:
         return self.run(self.programs.prefill, batch)
 
+    def fork(self, logits: jax.Array, batch: ForkBatch) -> Sampled:
+        with self.programs.context():
+            self.state, sampled = self.programs.fork(self.state, logits, batch)
+        return sampled
+
     def decode(self, batch: DecodeBatch) -> Sampled:
         return self.run(self.programs.decode, batch)
 
@@ -95,6 +100,7 @@ class Executor:
             has_adapters=self.programs.build.adapters is not None,
             can_roll_back=not self.has_slot_caches,
             groups_prefixes=shared_prompts and self.reads_in_place,
+            forks_prompts=shared_prompts and not self.contiguous and not self.has_slot_caches,
         )
 
     # Copies of cache contents, for the prefix cache.

@@ -1,8 +1,9 @@
 """The compiled programs of the engine: prefill, decode, and copies of cache contents.
 
 `prefill` writes the tokens of prompts into slots and samples the first token of those that are
-complete. `decode` extends all active slots by several tokens, in one loop on the device. A slot
-becomes inactive by itself at its last position or with one of its stop ids.
+complete. `fork` starts sequences with the same prompt from its logits. `decode` extends all active
+slots by several tokens, in one loop on the device. A slot becomes inactive by itself at its last
+position or with one of its stop ids.
 
 A token depends on its own sequence, seed and position only: programs differ in shapes and in what
 they skip, never in what they compute. Programs of batches in which a request uses logits processors
@@ -22,7 +23,7 @@ import jax.numpy as jnp
 
 from maxtext.common.trees import flatten_dict, unflatten_dict
 from maxtext.configs.types import MaxTextConfig
-from maxtext.inference.batches import MAX_DECODE_STEPS, DecodeBatch, PrefillBatch
+from maxtext.inference.batches import MAX_DECODE_STEPS, DecodeBatch, ForkBatch, PrefillBatch
 from maxtext.inference.grammar_batch import ALL_TOKENS, INACTIVE, mask_logits
 from maxtext.inference.logits_processors import ProcessorState, process_logits
 from maxtext.inference.logprobs import NONE, Logprobs, compute_logprobs, prompt_logprobs
@@ -64,6 +65,7 @@ class Sampled:
     tokens: Any
     logprobs: Logprobs | None = None  # of the tokens, if a request wants them
     prompt_logprobs: Logprobs | None = None  # [R, C], of the token after each of the prompts
+    logits: Any = None  # [R, V] of a prefill from which others fork; not for the host
 
 
 @jax.tree_util.register_dataclass
@@ -168,6 +170,10 @@ class Programs:
     @cached_property
     def prefill(self) -> Any:
         return self.jit(self.run_prefill, donate_argnums=(1, 3))
+
+    @cached_property
+    def fork(self) -> Any:
+        return self.jit(self.run_fork, donate_argnums=0)
 
     def decode_weights(self, weights: Tree) -> Tree:
         """The weights that decode programs take: those of merged projections, and casts, are
@@ -291,21 +297,34 @@ class Programs:
             )
             sampled = replace(sampled, prompt_logprobs=scores)
 
-        def write(old: jax.Array, new: jax.Array) -> jax.Array:
-            return old.at[batch.slots].set(new, mode="drop")
-
-        token_ids, positions, params = jax.tree.map(
-            write,
-            (state.token_ids, state.positions, state.params),
-            (sampled.tokens, jnp.where(active, next_positions, INACTIVE), batch.params),
-        )
-        adapter_ids = state.adapter_ids
-        if batch.adapter_ids is not None:
-            adapter_ids = write(adapter_ids, batch.adapter_ids)
-        state = EngineState(
-            caches, token_ids, positions=positions, params=params, adapter_ids=adapter_ids
-        )
+        if batch.keeps_logits:
+            sampled = replace(sampled, logits=logits)
+        positions = jnp.where(active, next_positions, INACTIVE)
+        state = start_slots(replace(state, caches=caches), batch, sampled.tokens, positions)
         return state, processors, sampled
+
+    def run_fork(
+        self, state: EngineState, logits: jax.Array, batch: ForkBatch
+    ) -> tuple[EngineState, Sampled]:
+        """The state with sequences that have prompts of a prefill with these logits [R, V], and
+        their first tokens [N]. A padding row has slot N."""
+        caches = [
+            jax.tree.map(
+                lambda x: x.at[batch.own_blocks].set(x[batch.last_blocks], mode="drop"), cache
+            )
+            for cache in state.caches
+        ]
+        sampled, active = sample_next(
+            logits[batch.rows],
+            batch.positions,
+            batch.params,
+            mode=batch.mode,
+            num_logprobs=batch.num_logprobs,
+            logprobs_temperature=self.logprobs_temperature,
+            active=batch.slots < len(state.positions),
+        )
+        positions = jnp.where(active, batch.positions, INACTIVE)
+        return start_slots(replace(state, caches=caches), batch, sampled.tokens, positions), sampled
 
     def run_decode(
         self,
@@ -412,6 +431,25 @@ class Programs:
         if batch.grammar is not None:
             positions = batch.grammar.pause(positions)
         return replace(state, caches=caches, token_ids=sampled.tokens, positions=positions), sampled
+
+
+def start_slots(
+    state: EngineState, batch: PrefillBatch | ForkBatch, tokens: jax.Array, positions: jax.Array
+) -> EngineState:
+    """The state with a new token at its position in the slot of each row of a batch."""
+
+    def write(old: jax.Array, new: jax.Array) -> jax.Array:
+        return old.at[batch.slots].set(new, mode="drop")
+
+    token_ids, positions, params = jax.tree.map(
+        write, (state.token_ids, state.positions, state.params), (tokens, positions, batch.params)
+    )
+    adapter_ids = state.adapter_ids
+    if batch.adapter_ids is not None:
+        adapter_ids = write(adapter_ids, batch.adapter_ids)
+    return EngineState(
+        state.caches, token_ids, positions=positions, params=params, adapter_ids=adapter_ids
+    )
 
 
 def token_adapters(batch: PrefillBatch) -> jax.Array | None:

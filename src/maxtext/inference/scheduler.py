@@ -249,6 +249,20 @@ class Scheduler:
                 budget -= count
         return packed
 
+    def forkable(self) -> list[Sequence]:
+        """Sequences in prefill that lack nothing but the last block of their prompt, and whose
+        first token no grammar or processor constrains."""
+        return [
+            seq
+            for seq in self.running
+            if not seq.is_decoding
+            and seq.num_computed == self.last_full_block(seq)
+            and not seq.num_output_tokens
+            and not seq.wants_prompt_logprobs
+            and not seq.params.has_processors
+            and seq.grammar is None
+        ]
+
     # Decode.
 
     def decodable(self) -> list[Sequence]:

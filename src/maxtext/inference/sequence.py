@@ -59,6 +59,11 @@ class Sequence:
         return (self.adapter_version, self.cache_salt) if self.cache_salt else self.adapter_version
 
     @property
+    def prompt_key(self) -> Hashable:
+        """Sequences with an equal one have the same logits after their prompts."""
+        return self.cache_namespace, self.prompt_ids
+
+    @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - len(self.prompt_ids)
 
