@@ -31,6 +31,34 @@ def test_truncated_normal():
     assert stats.kstest(x, stats.truncnorm(-2, 2).cdf).pvalue > 1e-4
 
 
+def test_gumbel():
+    x = np.asarray(hash_rng.gumbel(hash_rng.key_from_seed(5), (1 << 20,)))
+    assert stats.kstest(x, "gumbel_r").pvalue > 1e-4
+    # The largest of n values exceeds their expected maximum, log n, about as often as it should.
+    largest = x.reshape(1 << 10, -1).max(axis=1) - np.log(1 << 10)
+    assert stats.kstest(largest, "gumbel_r").pvalue > 1e-4
+
+
+@pytest.mark.parametrize("bits", [0, 1, 2**31, 2**32 - 129, 2**32 - 1])
+def test_gumbel_is_finite(monkeypatch, bits):
+    monkeypatch.setattr(hash_rng, "mix_bits", lambda _: np.array([bits], np.uint32))
+    x = float(hash_rng.gumbel(np.zeros(2, np.uint32), (1,))[0])
+    share = min((bits + 0.5) / 2**32, 1 - 2**-24)
+    np.testing.assert_allclose(x, -np.log(-np.log1p(-share)), rtol=1e-5)
+
+
+def test_noise_of_one_key_is_no_shifted_copy_of_another():
+    """Although the bits of these keys are."""
+    size, golden = 1 << 14, int(hash_rng.GOLDEN)
+    keys = np.array([[100 ^ 7, 7], [(100 + golden) % 2**32 ^ 8, 8]], np.uint32)
+    first, second = (np.asarray(hash_rng.random_bits(key, (size,))) for key in keys)
+    assert (first[1:] == second[:-1]).all()
+    first, second = (np.asarray(hash_rng.gumbel(key, (size,))) for key in keys)
+    for shift in (0, 1, 2):
+        correlation = np.corrcoef(first[shift:], second[: size - shift])[0, 1]
+        assert abs(correlation) < 5 / np.sqrt(size)
+
+
 def test_keys_are_distinct_and_uncorrelated():
     key = hash_rng.key_from_seed(0)
     keys = [hash_rng.key_from_seed(1), hash_rng.key_from_seed(1 << 32)] + [

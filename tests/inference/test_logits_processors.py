@@ -9,7 +9,7 @@ import pytest
 
 from maxtext.inference import GenerationRequest, SamplingParams
 from maxtext.inference.logits_processors import ProcessorState, process_logits
-from maxtext.inference.sampling import BatchedSamplingParams, sample
+from maxtext.inference.sampling import BatchedSamplingParams, sample, token_keys
 from maxtext.inference.sequence import Sequence
 
 torch = pytest.importorskip("torch")
@@ -86,7 +86,7 @@ def test_min_p(logits, min_p, temperature, top_k):
     draws = 4000
     tokens = sample(
         jnp.broadcast_to(logits, (draws, VOCABULARY)),
-        jax.random.split(jax.random.key(0), draws),
+        token_keys(jnp.zeros(draws, jnp.uint32), jnp.arange(draws)),
         BatchedSamplingParams.from_params([params] * draws),
         params.mode,
     )

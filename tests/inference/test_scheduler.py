@@ -22,7 +22,7 @@ from maxtext.inference.engine import InferenceEngine
 from maxtext.inference.executor import Executor
 from maxtext.inference.programs import Programs
 from maxtext.inference.requests import GenerationRequest
-from maxtext.inference.sampling import BatchedSamplingParams, sample
+from maxtext.inference.sampling import BatchedSamplingParams, sample, token_keys
 from maxtext.inference.sampling_params import SamplingMode, SamplingParams
 from maxtext.kernels.decode import paged_attention as decode
 from maxtext.layers.context import REFERENCE, BuildContext
@@ -91,13 +91,13 @@ def reference(programs, weights):
     one program.
     """
 
-    def next_token(weights, row, count, seed, params):
+    def next_token(weights, row, count, params):
         model = programs.template.bind(weights)
         hidden, _ = model.hidden(row[None], LayerInputs(jnp.arange(LENGTH)[None]))
         # A token is sampled by its seed and its position.
-        key = jax.random.fold_in(jax.random.key(seed), count)
+        keys = token_keys(params.seed, count[None])
         logits = model.logits(hidden[:, count - 1])
-        return sample(logits, key[None], params, SamplingMode.TRUNCATED)[0]
+        return sample(logits, keys, params, SamplingMode.TRUNCATED)[0]
 
     program, results = jax.jit(next_token), {}
 
@@ -109,8 +109,7 @@ def reference(programs, weights):
             while len(ids) < len(request.prompt) + params.max_new_tokens:
                 row[: len(ids)] = ids
                 with programs.context():
-                    seed = np.uint32(params.seed)
-                    ids.append(int(program(weights, row, np.int32(len(ids)), seed, batched)))
+                    ids.append(int(program(weights, row, np.int32(len(ids)), batched)))
                 if ids[-1] in params.stop_token_ids:
                     break
             results[request] = ids[len(request.prompt) :]

@@ -7,7 +7,6 @@ import json
 import re
 import threading
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -17,7 +16,7 @@ from maxtext.inference import GenerationRequest, SamplingParams
 from maxtext.inference.engine import InferenceEngine
 from maxtext.inference.executor import Executor
 from maxtext.inference.grammar import GrammarCompiler, fill_masks
-from maxtext.inference.sampling import BatchedSamplingParams, sample
+from maxtext.inference.sampling import BatchedSamplingParams, sample, token_keys
 from maxtext.inference.streams import EngineError
 from maxtext.inference.structured_outputs import StructuredOutputs, parse_response_format
 from maxtext.inference.validation import RequestError
@@ -134,9 +133,9 @@ def mask_every_step(llm, request):
         logits = np.array(llm.logits(padded)[len(ids) - 1], np.float32)
         bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
         logits[bits[: len(logits)] == 0] = -np.inf
-        key = jax.random.fold_in(jax.random.key(params.seed), len(ids))
         batched = BatchedSamplingParams.from_params([params])
-        token = int(sample(jnp.asarray(logits)[None], key[None], batched, params.mode)[0])
+        keys = token_keys(batched.seed, np.array([len(ids)]))
+        token = int(sample(jnp.asarray(logits)[None], keys, batched, params.mode)[0])
         assert matcher.consume_token(token)
         ids.append(token)
     return ids[start:]

@@ -1,7 +1,9 @@
-"""Random numbers for initial weights: a hash of the key and of each element's index.
+"""Random numbers for initial weights and for sampling: a hash of the key and of each element's
+index.
 
 A hash of a few integer operations per element compiles several times faster than a counter-based
-cryptographic generator (Threefry) when a program initializes a whole model. An element depends on
+cryptographic generator (Threefry) when a program initializes a whole model, and runs at the speed
+at which a GPU reads the logits that a token is sampled from. An element depends on
 nothing but the key and its index: the numbers are the same on every platform and mesh and under
 vmap, and a sharded array is generated shard by shard.
 """
@@ -54,6 +56,19 @@ def open_interval(bits: Array) -> Array:
     even to the ends.
     """
     return ((bits >> 9).astype(jnp.float32) + np.float32(0.5)) / np.float32(2**22) - np.float32(1.0)
+
+
+def gumbel(key: Array, shape: tuple[int, ...]) -> Array:
+    """Standard Gumbel float32: −log E, where E has an exponential distribution.
+
+    The largest values decide which token is sampled. They come from the smallest of E, down to
+    2^-33, which have all bits of their precision. All values are finite.
+    """
+    # Hashed twice: the bits of two keys must not be shifted copies of each other.
+    bits = mix_bits(random_bits(key, shape) ^ key[1])
+    uniform = (bits.astype(jnp.float32) + np.float32(0.5)) * np.float32(2**-32)
+    uniform = jnp.minimum(uniform, np.float32(1 - 2**-24))  # rounding may give 1
+    return -jnp.log(-jnp.log1p(-uniform))
 
 
 @partial(jax.jit, static_argnames=("shape", "truncation"))

@@ -179,7 +179,8 @@ class OutputProcessor:
         tokens = output.sampled_tokens
         # One token at a time where a stop string may match, since the completion ends with the
         # token that completes it, and where log-probabilities go with the text of their token.
-        by_token = self.params.stop or self.params.logprobs is not None
+        has_text = self.detokenizer is not None
+        by_token = has_text and (self.params.stop or self.params.logprobs is not None)
         size = 1 if by_token else max(len(tokens), 1)
         starts = range(0, len(tokens), size) if tokens or not output.finish_reason else [0]
         text_delta = ""

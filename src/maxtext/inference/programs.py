@@ -34,7 +34,7 @@ from maxtext.inference.model_runner import (
     is_paged,
     select_caches,
 )
-from maxtext.inference.sampling import BatchedSamplingParams, sample
+from maxtext.inference.sampling import BatchedSamplingParams, sample, token_keys
 from maxtext.inference.sampling_params import SamplingMode
 from maxtext.layers.cache import CacheConfig
 from maxtext.layers.context import REFERENCE, BuildContext
@@ -476,9 +476,7 @@ def sample_next(
     with their log-probabilities, and which rows stay active. `processors` has the rows of the
     logits, and `mask` [B, W] their allowed tokens.
     """
-    keys = jax.vmap(lambda seed, position: jax.random.fold_in(jax.random.key(seed), position))(
-        params.seed, positions
-    )
+    keys = token_keys(params.seed, positions)
     processed = logits
     if processors is not None:
         processed = process_logits(logits, processors, params, positions)

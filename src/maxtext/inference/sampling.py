@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from maxtext.common import hash_rng
 from maxtext.inference.sampling_params import SamplingMode, SamplingParams
 
 MIN_TOP_P = float(np.finfo(np.float32).tiny)
@@ -108,10 +109,19 @@ def derive_seed(*entropy: int) -> int:
     return int(np.random.SeedSequence(entropy).generate_state(1)[0])
 
 
+def token_keys(seeds: jax.Array, positions: jax.Array) -> jax.Array:
+    """The random key of each row [B, 2], from its seed and the position of the token."""
+
+    def token_key(seed: jax.Array, position: jax.Array) -> jax.Array:
+        return hash_rng.fold_in(jnp.stack([seed, ~seed]), position)
+
+    return jax.vmap(token_key)(seeds, positions)
+
+
 def sample(
     logits: jax.Array, keys: jax.Array, params: BatchedSamplingParams, mode: SamplingMode
 ) -> jax.Array:
-    """Sample one token a row: logits [B, V] and a PRNG key a row -> token ids [B]."""
+    """Sample one token a row: logits [B, V] and `token_keys` -> token ids [B]."""
     logits = logits.astype(jnp.float32)
     greedy_tokens = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     if mode == SamplingMode.GREEDY:
@@ -124,7 +134,8 @@ def sample(
     if mode == SamplingMode.TRUNCATED:
         logits = jnp.where(logits < truncation_threshold(logits, params), -jnp.inf, logits)
     logits = jnp.where(logits < min_p_threshold, -jnp.inf, logits)
-    random_tokens = jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
+    noise = jax.vmap(lambda key: hash_rng.gumbel(key, logits.shape[1:]))(keys)
+    random_tokens = jnp.argmax(logits + noise, axis=-1).astype(jnp.int32)
     return jnp.where(is_random, random_tokens, greedy_tokens)
 
 

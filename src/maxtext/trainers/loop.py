@@ -202,7 +202,7 @@ class MetricsReader:
             try:
                 jax.block_until_ready(metrics)
                 end = time.perf_counter()  # before the copies, which may wait for the next step
-                values = {name: float(value) for name, value in metrics.items()}
+                values = {name: float(x) for name, x in jax.device_get(metrics).items()}
                 self.results.put((step, values, end))
             except BaseException as error:
                 self.results.put(error)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import numpy as np
 
 from maxtext.configs.types import MaxTextConfig
@@ -22,6 +23,11 @@ from maxtext.trainers.rl.rewards.functions import RewardFunction, compute_reward
 from maxtext.trainers.rl.rollout import Rollout, RolloutEngine, rollout_metrics, sample_seed
 from maxtext.trainers.rl.rollout_log import ScoredRollout
 from maxtext.trainers.rl.spans import Clock
+
+# Single programs: one operation after the other takes an accelerator longer than these numbers are
+# worth.
+compiled_advantages = jax.jit(advantages, static_argnames=("num_generations", "scale"))
+compiled_degenerate_groups = jax.jit(degenerate_groups, static_argnames="num_generations")
 
 
 @dataclass(frozen=True)
@@ -73,7 +79,7 @@ class GroupSampler:
         total = total_rewards(self.rewards, rewards)
         clock.stop("reward")
         group_advantages = np.asarray(
-            advantages(total, self.config.num_generations, scale=self.config.scale_rewards)
+            compiled_advantages(total, self.config.num_generations, scale=self.config.scale_rewards)
         )
         scored = [
             ScoredRollout(
@@ -153,7 +159,7 @@ def reward_metrics(scored: Sequence[ScoredRollout], num_generations: int) -> dic
     metrics["reward_std"] = float(np.mean(deviations)) if deviations else 0.0
     for name in scored[0].rewards:
         metrics[f"rewards/{name}"] = mean(np.array([each.rewards[name] for each in scored]))
-    is_degenerate = np.asarray(degenerate_groups(values, num_generations))
+    is_degenerate = np.asarray(compiled_degenerate_groups(values, num_generations))
     return metrics | {"groups/degenerate": float(is_degenerate.mean())}
 
 

@@ -13,7 +13,7 @@ number of slots do not change a text.
 import contextlib
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -76,9 +76,10 @@ class Rollout:
 
     def row(self, length: int) -> Batch:
         """The fields of a row of a batch, [length], in which sampled tokens are learned."""
-        learned = [True] * len(self.token_ids) if self.learned is None else self.learned
-        ids = np.array((*self.prompt_ids, *self.token_ids), np.int32)
-        mask = np.array((*[False] * len(self.prompt_ids), *learned))
+        ids = np.array(self.prompt_ids + self.token_ids, np.int32)
+        mask = np.arange(len(ids)) >= len(self.prompt_ids)
+        if self.learned is not None:
+            mask[len(self.prompt_ids) :] = self.learned
         return pad_row(masked_sequence(ids, mask), length)
 
 
@@ -183,6 +184,14 @@ class RolloutEngine:
             yield RolloutSession(self.engine, self.tokenizer)
 
 
+@dataclass
+class RunningRequest:
+    index: int
+    request: GenerationRequest
+    processor: OutputProcessor
+    log_probs: list[float] = field(default_factory=list)  # of the tokens so far
+
+
 class RolloutSession:
     """`add` requests at any time, and call `step` while there are unfinished ones. `tokenizer`: for
     stop strings."""
@@ -191,8 +200,7 @@ class RolloutSession:
         self.engine = engine
         self.tokenizer = tokenizer
         self.sequence_ids = itertools.count()
-        # The index of a request, the request and its output, by the id of its sequence
-        self.running: dict[int, tuple[int, GenerationRequest, OutputProcessor]] = {}
+        self.running: dict[int, RunningRequest] = {}  # by the id of its sequence
 
     def add(self, index: int, request: GenerationRequest) -> None:
         """Queue a request of token ids. Raises UserError if it cannot be served."""
@@ -200,7 +208,7 @@ class RolloutSession:
             raise reason
         sequence_id = next(self.sequence_ids)
         processor = OutputProcessor(index, 0, request, request, self.tokenizer)
-        self.running[sequence_id] = index, request, processor
+        self.running[sequence_id] = RunningRequest(index, request, processor)
         self.engine.add_request(sequence_id, request)
 
     def step(self) -> dict[int, Rollout]:
@@ -212,17 +220,20 @@ class RolloutSession:
                 raise UserError(output.error)
             if output.request_id not in self.running:
                 continue  # tokens that were in flight after a stop string
-            index, request, processor = self.running[output.request_id]
-            completion = processor.add(output).completion
+            running = self.running[output.request_id]
+            # Now, while the device computes the next step, and not when all requests finish.
+            running.log_probs += [each.logprob for each in output.logprobs]
+            completion = running.processor.add(output).completion
             if completion is None:
                 continue
             del self.running[output.request_id]
             if output.finish_reason is None:
                 self.engine.abort(output.request_id)
-            rollouts[index] = Rollout(
-                tuple(int(token) for token in request.prompt),
+            rollouts[running.index] = Rollout(
+                tuple(map(int, running.request.prompt)),
                 completion.token_ids,
-                log_probs=tuple(each.logprob for each in completion.logprobs),
+                # A stop string may have ended the completion before the last of them.
+                log_probs=tuple(running.log_probs[: len(completion.logprobs)]),
                 finish_reason=completion.finish_reason,
             )
         return rollouts

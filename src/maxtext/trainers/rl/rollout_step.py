@@ -29,12 +29,12 @@ from maxtext.trainers.compilation.compile import lower
 from maxtext.trainers.data_loader import DeviceBatch
 from maxtext.trainers.hooks import TrainingFailed
 from maxtext.trainers.loop import TrainStep
-from maxtext.trainers.losses.advantages import degenerate_groups
 from maxtext.trainers.rl.agents.agent import Agent, AgenticSampler
 from maxtext.trainers.rl.group_sampler import (
     GroupSampler,
     Prompt,
     SampledBatch,
+    compiled_degenerate_groups,
     read_prompts,
     reward_metrics,
 )
@@ -260,7 +260,7 @@ class GroupRolloutStep:
         values = np.array([each.advantage for each in scored], np.float32)
         is_learned = np.ones(len(scored), np.float32)
         if config.degenerate_group_masking:
-            is_degenerate = np.asarray(degenerate_groups(values, config.num_generations))
+            is_degenerate = np.asarray(compiled_degenerate_groups(values, config.num_generations))
             is_learned[np.repeat(is_degenerate, config.num_generations)] = 0
         if config.mask_truncated:
             is_learned[[each.finish_reason in TRUNCATED for each in scored]] = 0
