@@ -76,7 +76,7 @@ def test_choices_share_the_blocks_of_their_prompt(folder):
 
 
 @pytest.mark.parametrize("slots", [5, 16])
-def test_a_prompt_is_prefilled_once_for_its_completions(llm, slots):
+def test_a_prompt_is_prefilled_once_for_its_completions(llm, monkeypatch, slots):
     """As in reinforcement learning. Prompts of 16 and 18 tokens end with a block and within one;
     3 tokens have no block to share. With too few slots, some completions start later."""
     config = llm.config.model_copy(
@@ -96,7 +96,17 @@ def test_a_prompt_is_prefilled_once_for_its_completions(llm, slots):
     ]
     engine = InferenceEngine(programs, llm.weights, slots, 32, shared_prompts=True)
     expected = InferenceEngine(programs, llm.weights, 4, 32).generate(requests)
+    shares_last_block = {}
+
+    def fork(logits, batch, run=engine.executor.fork):
+        is_used = batch.slots < slots
+        shared = batch.own_blocks == batch.last_blocks
+        shares_last_block.update(zip(batch.positions[is_used], shared[is_used], strict=True))
+        return run(logits, batch)
+
+    monkeypatch.setattr(engine.executor, "fork", fork)
     assert engine.generate(requests) == expected
+    assert shares_last_block == {16: True, 18: False}
     assert len(set(map(tuple, expected))) == len(requests)
     assert not engine.prefilled
     if slots == 16:

@@ -53,13 +53,13 @@ class PrefillBatch:
 @dataclass(frozen=True)
 class ForkBatch:
     """Sequences with the prompt of another one, which has just been prefilled. They share its full
-    blocks."""
+    blocks. If the last one is not full, each gets a copy of it."""
 
     rows: Any  # [N], the row of the prompt in the logits of its prefill
     slots: Any  # [N], of the sequences; N is padding
     positions: Any  # [N], of the tokens to sample
     last_blocks: Any  # [N], the block with the last token of the prompt
-    own_blocks: Any  # [N], where each sequence gets a copy of it; out of bounds: padding
+    own_blocks: Any  # [N], that of each sequence, or the same; out of bounds: padding
     params: BatchedSamplingParams
     adapter_ids: Any = None  # [N]; None: the model has no adapters
     mode: SamplingMode = field(default=SamplingMode.GREEDY, metadata=STATIC)

@@ -293,6 +293,8 @@ class InferenceEngine:
                 groups.setdefault(id(prompt.logits), []).append((prompt, sequence))
         for group in groups.values():
             sequences = [sequence for _, sequence in group]
+            for prompt, sequence in group:
+                self.scheduler.share_last_block(prompt.sequence, sequence)
             batch = self.batches.fork(
                 [(prompt.sequence, sequence) for prompt, sequence in group],
                 [prompt.row for prompt, _ in group],

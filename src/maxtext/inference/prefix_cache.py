@@ -198,6 +198,11 @@ class PrefixCache:
             self.evict()
         return self.pool.allocate(count)
 
+    def share(self, block: int) -> None:
+        """Add a reference to a block that a sequence references."""
+        assert self.pool.is_referenced(block)
+        self.pool.acquire(block)
+
     def free(self, blocks: Sequence[int]) -> None:
         """Drop the caller's reference to each block. Cached blocks stay cached as far as the limits
         allow.

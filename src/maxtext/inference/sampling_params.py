@@ -1,5 +1,6 @@
 """How the tokens of one request are sampled, and when generation stops."""
 
+import copy
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -138,6 +139,12 @@ class SamplingParams:
         )
         temperature = config.decode_sampling_temperature
         return cls(temperature=temperature, top_k=top_k, top_p=top_p, **overrides)
+
+    def with_seed(self, seed: int) -> "SamplingParams":
+        """The same with another seed of 64 bits, without checking all fields again."""
+        params = copy.copy(self)
+        object.__setattr__(params, "seed", seed)
+        return params
 
     @property
     def mode(self) -> SamplingMode:

@@ -263,6 +263,17 @@ class Scheduler:
             and seq.grammar is None
         ]
 
+    def share_last_block(self, source: Sequence, fork: Sequence) -> None:
+        """Let sequences with one prompt share its last block if it is full: both write behind it.
+        Otherwise the fork has a block for a copy."""
+        count, rest = divmod(len(fork.prompt_ids), self.block_size)
+        if rest:
+            return
+        own, fork.blocks[count - 1] = fork.blocks[count - 1], source.blocks[count - 1]
+        self.cache.share(fork.blocks[count - 1])
+        self.cache.free([own])
+        self.blocked = False
+
     # Decode.
 
     def decodable(self) -> list[Sequence]:

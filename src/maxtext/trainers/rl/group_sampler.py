@@ -107,9 +107,9 @@ class GroupSampler:
     def generate(self, prompts: Sequence[Prompt], step: int) -> list[Rollout]:
         rows = [prompt.columns for prompt in prompts for _ in range(self.config.num_generations)]
         requests = [
-            self.request(prompt, step, index, number)
+            request
             for index, prompt in enumerate(prompts)
-            for number in range(self.config.num_generations)
+            for request in self.group(prompt, step, index)
         ]
         limit = self.num_requests
         return [
@@ -129,17 +129,21 @@ class GroupSampler:
         with self.engine.session() as session:
             return self.agentic.run(session, rows, requests)
 
-    def request(self, prompt: Prompt, step: int, index: int, number: int) -> GenerationRequest:
+    def group(self, prompt: Prompt, step: int, index: int) -> list[GenerationRequest]:
+        """num_generations requests of a prompt, which is the `index`-th of its step."""
         params = SamplingParams.from_config(
             self.config,
             max_new_tokens=self.config.max_target_length - len(prompt.ids),
-            seed=sample_seed(self.config.data_shuffle_seed, step, index, number),
             stop=tuple(self.config.stop_strings or ()),
             stop_token_ids=self.stop_token_ids,
             n=self.config.num_generations,  # the completions of a group share their prompt's blocks
             logprobs=0,
         )
-        return GenerationRequest(prompt.ids, params)
+        seeds = [
+            sample_seed(self.config.data_shuffle_seed, step, index, number)
+            for number in range(self.config.num_generations)
+        ]
+        return [GenerationRequest(prompt.ids, params.with_seed(seed)) for seed in seeds]
 
 
 def read_prompts(batch: Batch) -> list[Prompt]:
