@@ -49,8 +49,9 @@ def fit_slots(
     if programs.config.attention == "paged":
         return slots
     cache_config = make_cache_config(programs, 1, length)
-    caches = jax.eval_shape(lambda: programs.runner.init_caches(cache_config))
-    slot_bytes = sum(array.size * array.dtype.itemsize for array in jax.tree.leaves(caches))
+    with programs.context():
+        state = programs.init_state.eval_shape(cache_config)  # traced once
+    slot_bytes = sum(array.size * array.dtype.itemsize for array in jax.tree.leaves(state.caches))
     memory = jax.local_devices()[0].memory_stats() or {}
     free = memory.get("bytes_limit", host_memory_bytes() // 2) - memory.get("bytes_in_use", 0)
     while slots > 1 and slots * slot_bytes > free * programs.rules.mesh.size * memory_fraction:

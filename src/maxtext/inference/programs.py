@@ -41,7 +41,7 @@ from maxtext.layers.context import REFERENCE, BuildContext
 from maxtext.layers.inputs import LayerInputs
 from maxtext.layers.linear import merge_projections
 from maxtext.layers.parameters import Template, Tree
-from maxtext.layers.weight_layout import leaf_layouts
+from maxtext.layers.weight_layout import Path, leaf_layouts
 from maxtext.models.transformer import Caches
 from maxtext.sharding import AxisRules, use_rules
 
@@ -178,13 +178,20 @@ class Programs:
     def decode_weights(self, weights: Tree) -> Tree:
         """The weights that decode programs take: those of merged projections, and casts, are
         copies, made once for all programs; all others are the arrays of `weights`."""
-        template = self.decode_runner.template
-        if self.decode_template is None and not template.has_casts:
+        if not self.decode_paths:
             return weights
         sources, changed = flatten_dict(weights), self.changed_decode_weights(weights)
         return unflatten_dict(
-            {path: changed.get(str(path), sources.get(path)) for path in leaf_layouts(template)}
+            {path: changed.get(name, sources.get(path)) for path, name in self.decode_paths.items()}
         )
+
+    @cached_property
+    def decode_paths(self) -> dict[Path, str]:
+        """The paths of `decode_weights`, and their names; empty if none is a copy."""
+        template = self.decode_runner.template
+        if self.decode_template is None and not template.has_casts:
+            return {}
+        return {path: str(path) for path in leaf_layouts(template)}
 
     @cached_property
     def changed_decode_weights(self) -> Any:
