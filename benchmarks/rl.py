@@ -1,6 +1,6 @@
 """A step of reinforcement learning on one GPU against TRL's GRPOTrainer, both with random weights.
 
-    python benchmarks/rl.py [--case 8b] [--steps 3] [--peer-steps 3] [--no-peer] [--no-offline]
+    python benchmarks/rl.py [--case 8b] [--steps 4] [--peer-steps 5] [--no-peer] [--no-offline]
 
 A step samples 8 completions for each of 32 prompts, scores them, and makes one update of a LoRA
 adapter of rank 16 over a base in bfloat16. Prompts have 256 tokens, completions up to 512: random
@@ -254,8 +254,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--case", default="8b", choices=CASES)
-    parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--peer-steps", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--peer-steps", type=int, default=5)
     parser.add_argument("--no-peer", action="store_true")
     parser.add_argument("--no-offline", action="store_true")
     parser.add_argument("--peer", help=argparse.SUPPRESS)
