@@ -97,7 +97,10 @@ class Job:
 
     def last_step(self):
         """Of the newest complete record."""
-        lines = self.metrics.read_bytes().split(b"\n") if self.metrics.exists() else []
+        try:
+            lines = self.metrics.read_bytes().split(b"\n")
+        except FileNotFoundError:  # not there yet, or renamed: a run from step 0 starts a new file
+            return -1
         for line in reversed(lines):
             try:
                 return json.loads(line)["step"]

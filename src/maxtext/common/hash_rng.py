@@ -2,10 +2,10 @@
 index.
 
 A hash of a few integer operations per element compiles several times faster than a counter-based
-cryptographic generator (Threefry) when a program initializes a whole model, and runs at the speed
-at which a GPU reads the logits that a token is sampled from. An element depends on
-nothing but the key and its index: the numbers are the same on every platform and mesh and under
-vmap, and a sharded array is generated shard by shard.
+cryptographic generator (Threefry) when a program initializes a whole model, and sampling a token
+from its logits takes a GPU two thirds of the time. An element depends on nothing but the key and
+its index: the numbers are the same on every platform and mesh and under vmap, and a sharded array
+is generated shard by shard.
 """
 
 import math
