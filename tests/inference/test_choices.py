@@ -75,6 +75,7 @@ def test_choices_share_the_blocks_of_their_prompt(folder):
     assert cache.hits == 5 * 16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slots", [5, 16])
 def test_a_prompt_is_prefilled_once_for_its_completions(llm, monkeypatch, slots):
     """As in reinforcement learning. Prompts of 16 and 18 tokens end with a block and within one;
