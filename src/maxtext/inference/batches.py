@@ -49,6 +49,15 @@ class PrefillBatch:
     keeps_logits: bool = field(default=False, metadata=STATIC)  # for a `ForkBatch`
 
 
+@dataclass(frozen=True)
+class PrefilledPrompt:
+    """A sequence whose prompt has just been prefilled, and the row of its logits [R, V]."""
+
+    sequence: sequence.Sequence
+    logits: jax.Array
+    row: int
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class ForkBatch:
@@ -131,7 +140,6 @@ class BatchBuilder:
             slots[row] = seq.slot
             adapter_ids[row] = seq.adapter_slot
             is_complete[row] = end >= seq.prefill_length
-        padding = rows - len(chunks)
         params = [seq.params for seq in sequences]
         from_start = sequences[0].num_computed == 0
         complete = [index for index in range(len(chunks)) if is_complete[index]]
@@ -145,11 +153,7 @@ class BatchBuilder:
             slots=slots,
             block_tables=self.block_tables(sequences, rows, range(len(sequences))),
             is_complete=is_complete,
-            params=BatchedSamplingParams.from_params(
-                params + [SamplingParams()] * padding,
-                [seq.last_position for seq in sequences] + [0] * padding,
-                [seq.min_position for seq in sequences] + [0] * padding,
-            ),
+            params=sampling_params(sequences, rows),
             adapter_ids=adapter_ids if self.has_adapters else None,
             grammar=GrammarBatch.from_sequences(
                 [sequences[index] for index in complete], rows, complete, can_roll_back=False
@@ -167,12 +171,10 @@ class BatchBuilder:
             keeps_logits=self.forks_prompts,
         )
 
-    def fork(
-        self, forks: Sequence[tuple[sequence.Sequence, sequence.Sequence]], rows: Sequence[int]
-    ) -> ForkBatch:
-        """For pairs of a sequence and one with its prompt, and the row of each prompt in the logits
-        of the prefill. The batch has room for all slots, so that one program serves any number."""
-        sequences = [seq for _, seq in forks]
+    def fork(self, forks: Sequence[tuple[PrefilledPrompt, sequence.Sequence]]) -> ForkBatch:
+        """For sequences with the prompts of one prefill. The batch has room for all slots, so that
+        one program serves any number."""
+        prompts, sequences = zip(*forks, strict=True)
         padding = self.num_slots - len(sequences)
         params = [seq.params for seq in sequences]
         last_block = [(len(seq.prompt_ids) - 1) // self.block_size for seq in sequences]
@@ -181,20 +183,16 @@ class BatchBuilder:
             return np.array([*values, *[fill] * padding], np.int32)
 
         return ForkBatch(
-            rows=column(rows),
+            rows=column(prompt.row for prompt in prompts),
             slots=column((seq.slot for seq in sequences), self.num_slots),
             positions=column(len(seq.prompt_ids) for seq in sequences),
             last_blocks=column(
-                source.blocks[index] for (source, _), index in zip(forks, last_block, strict=True)
+                prompt.sequence.blocks[i] for prompt, i in zip(prompts, last_block, strict=True)
             ),
             own_blocks=column(
                 (seq.blocks[i] for seq, i in zip(sequences, last_block, strict=True)), MAX_BLOCKS
             ),
-            params=BatchedSamplingParams.from_params(
-                params + [SamplingParams()] * padding,
-                [seq.last_position for seq in sequences] + [0] * padding,
-                [seq.min_position for seq in sequences] + [0] * padding,
-            ),
+            params=sampling_params(sequences, self.num_slots),
             adapter_ids=column(seq.adapter_slot for seq in sequences)
             if self.has_adapters
             else None,
@@ -269,6 +267,16 @@ class BatchBuilder:
 
     def kv_len(self, lengths: Iterable[int]) -> int:
         return shapes.kv_length(max(lengths), self.max_blocks * self.block_size)
+
+
+def sampling_params(sequences: Sequence[sequence.Sequence], rows: int) -> BatchedSamplingParams:
+    """Those of the sequences, and of padding up to `rows`."""
+    padding = rows - len(sequences)
+    return BatchedSamplingParams.from_params(
+        [seq.params for seq in sequences] + [SamplingParams()] * padding,
+        [seq.last_position for seq in sequences] + [0] * padding,
+        [seq.min_position for seq in sequences] + [0] * padding,
+    )
 
 
 def chunk_offsets(

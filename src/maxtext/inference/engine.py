@@ -16,7 +16,12 @@ import jax
 
 from maxtext.inference import shapes
 from maxtext.inference.adapters import LoadedAdapter
-from maxtext.inference.batches import MAX_DECODE_STEPS, STATIC_DECODE_STEPS, chunk_offsets
+from maxtext.inference.batches import (
+    MAX_DECODE_STEPS,
+    STATIC_DECODE_STEPS,
+    PrefilledPrompt,
+    chunk_offsets,
+)
 from maxtext.inference.cache_config import (
     build_prefix_cache,
     check_cache,
@@ -48,15 +53,6 @@ class InFlightStep:
     # Chunks of prompts whose log-probabilities the program computes, with their index in its
     # output, their first position and their length.
     scored: tuple[tuple[Sequence, tuple[int, int], int, int], ...] = ()
-
-
-@dataclass(frozen=True)
-class PrefilledPrompt:
-    """A sequence whose prompt has just been prefilled, and the row of its logits [R, V]."""
-
-    sequence: Sequence
-    logits: jax.Array
-    row: int
 
 
 class InferenceEngine:
@@ -292,19 +288,14 @@ class InferenceEngine:
             if prompt is not None:
                 groups.setdefault(id(prompt.logits), []).append((prompt, sequence))
         for group in groups.values():
-            sequences = [sequence for _, sequence in group]
             for prompt, sequence in group:
                 self.scheduler.share_last_block(prompt.sequence, sequence)
-            batch = self.batches.fork(
-                [(prompt.sequence, sequence) for prompt, sequence in group],
-                [prompt.row for prompt, _ in group],
-            )
-            sampled = self.executor.fork(group[0][0].logits, batch)
-            for sequence in sequences:
+            sampled = self.executor.fork(group[0][0].logits, self.batches.fork(group))
+            for _, sequence in group:
                 sequence.num_computed = sequence.prefill_length
                 sequence.in_flight = True
                 self.scheduler.finished_slots.discard(sequence.slot)
-            columns = tuple(enumerate(sequences))
+            columns = tuple(enumerate(sequence for _, sequence in group))
             self.in_flight.append(InFlightStep(sampled, columns, 0, time.monotonic()))
 
     def decode(self) -> list[StepOutput]:

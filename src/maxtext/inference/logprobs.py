@@ -100,10 +100,6 @@ def prompt_logprobs(
 
 def to_host(logprobs: Logprobs, token_ids: Iterable[int], count: int) -> list[TokenLogprobs]:
     """Host arrays of positions [T] as records, with the `count` most likely tokens of each."""
-    if not count:
-        values = np.asarray(logprobs.token).tolist()
-        pairs = zip(token_ids, values, strict=False)
-        return [TokenLogprobs(logprob, {token: logprob}) for token, logprob in pairs]
     columns = (logprobs.token, logprobs.top_ids[:, :count], logprobs.top[:, :count])
     rows = zip(token_ids, *(np.asarray(column).tolist() for column in columns), strict=False)
     return [

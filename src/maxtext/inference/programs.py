@@ -303,7 +303,6 @@ class Programs:
                 batch.num_prompt_logprobs,
             )
             sampled = replace(sampled, prompt_logprobs=scores)
-
         if batch.keeps_logits:
             sampled = replace(sampled, logits=logits)
         positions = jnp.where(active, next_positions, INACTIVE)

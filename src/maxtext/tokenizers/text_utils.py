@@ -37,10 +37,7 @@ def decode_with_unknown_ids(
 
     A model whose vocabulary is padded can produce such ids. They are shown, not skipped.
     """
-    ids = list(map(int, token_ids))
-    if all(map(is_known, ids)):
-        return decode(ids)
-    runs = groupby(ids, is_known)
+    runs = groupby(map(int, token_ids), is_known)
     return "".join(decode(list(run)) if known else UNKNOWN * len(list(run)) for known, run in runs)
 
 

@@ -13,7 +13,7 @@ number of slots do not change a text.
 import contextlib
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -184,14 +184,6 @@ class RolloutEngine:
             yield RolloutSession(self.engine, self.tokenizer)
 
 
-@dataclass
-class RunningRequest:
-    index: int
-    request: GenerationRequest
-    processor: OutputProcessor
-    log_probs: list[float] = field(default_factory=list)  # of the tokens so far
-
-
 class RolloutSession:
     """`add` requests at any time, and call `step` while there are unfinished ones. `tokenizer`: for
     stop strings."""
@@ -200,7 +192,8 @@ class RolloutSession:
         self.engine = engine
         self.tokenizer = tokenizer
         self.sequence_ids = itertools.count()
-        self.running: dict[int, RunningRequest] = {}  # by the id of its sequence
+        # The index of a request, the request and its output, by the id of its sequence
+        self.running: dict[int, tuple[int, GenerationRequest, OutputProcessor]] = {}
 
     def add(self, index: int, request: GenerationRequest) -> None:
         """Queue a request of token ids. Raises UserError if it cannot be served."""
@@ -208,7 +201,7 @@ class RolloutSession:
             raise reason
         sequence_id = next(self.sequence_ids)
         processor = OutputProcessor(index, 0, request, request, self.tokenizer)
-        self.running[sequence_id] = RunningRequest(index, request, processor)
+        self.running[sequence_id] = index, request, processor
         self.engine.add_request(sequence_id, request)
 
     def step(self) -> dict[int, Rollout]:
@@ -220,20 +213,17 @@ class RolloutSession:
                 raise UserError(output.error)
             if output.request_id not in self.running:
                 continue  # tokens that were in flight after a stop string
-            running = self.running[output.request_id]
-            # Now, while the device computes the next step, and not when all requests finish.
-            running.log_probs += [each.logprob for each in output.logprobs]
-            completion = running.processor.add(output).completion
+            index, request, processor = self.running[output.request_id]
+            completion = processor.add(output).completion
             if completion is None:
                 continue
             del self.running[output.request_id]
             if output.finish_reason is None:
                 self.engine.abort(output.request_id)
-            rollouts[running.index] = Rollout(
-                tuple(map(int, running.request.prompt)),
+            rollouts[index] = Rollout(
+                tuple(map(int, request.prompt)),
                 completion.token_ids,
-                # A stop string may have ended the completion before the last of them.
-                log_probs=tuple(running.log_probs[: len(completion.logprobs)]),
+                log_probs=tuple(each.logprob for each in completion.logprobs),
                 finish_reason=completion.finish_reason,
             )
         return rollouts
