@@ -28,10 +28,11 @@ from maxtext.inference.cache_config import (
     fit_slots,
     make_cache_config,
 )
+from maxtext.inference.engine_state import NO_TOKEN, NONFINITE_LOGITS, Sampled
 from maxtext.inference.executor import Executor
 from maxtext.inference.grammar import FAILURE, GrammarMatcher
 from maxtext.inference.logprobs import Logprobs, TokenLogprobs, to_host
-from maxtext.inference.programs import NO_TOKEN, NONFINITE_LOGITS, Programs, Sampled
+from maxtext.inference.programs import Programs
 from maxtext.inference.requests import GenerationRequest
 from maxtext.inference.sampling import MAX_STOP_IDS
 from maxtext.inference.scheduler import Chunks, Scheduler

@@ -8,9 +8,10 @@ import numpy as np
 
 from maxtext.inference import shapes
 from maxtext.inference.batches import BatchBuilder, DecodeBatch, ForkBatch, PrefillBatch
+from maxtext.inference.engine_state import EngineState, Sampled
 from maxtext.inference.logits_processors import ProcessorState
 from maxtext.inference.model_runner import select_caches
-from maxtext.inference.programs import EngineState, Programs, Sampled
+from maxtext.inference.programs import Programs
 from maxtext.inference.sequence import Sequence
 from maxtext.kernels import attention
 from maxtext.layers.attention_sharding import packed_request

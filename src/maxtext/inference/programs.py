@@ -24,6 +24,13 @@ import jax.numpy as jnp
 from maxtext.common.trees import flatten_dict, unflatten_dict
 from maxtext.configs.types import MaxTextConfig
 from maxtext.inference.batches import MAX_DECODE_STEPS, DecodeBatch, ForkBatch, PrefillBatch
+from maxtext.inference.engine_state import (
+    NO_TOKEN,
+    NONFINITE_LOGITS,
+    EngineState,
+    Sampled,
+    start_slots,
+)
 from maxtext.inference.grammar_batch import ALL_TOKENS, INACTIVE, mask_logits
 from maxtext.inference.logits_processors import ProcessorState, process_logits
 from maxtext.inference.logprobs import NONE, Logprobs, compute_logprobs, prompt_logprobs
@@ -42,11 +49,8 @@ from maxtext.layers.inputs import LayerInputs
 from maxtext.layers.linear import merge_projections
 from maxtext.layers.parameters import Template, Tree
 from maxtext.layers.weight_layout import Path, leaf_layouts
-from maxtext.models.transformer import Caches
 from maxtext.sharding import AxisRules, use_rules
 
-NO_TOKEN = -1  # in place of a sampled token: the slot was inactive
-NONFINITE_LOGITS = -2  # in place of a sampled token: the logits were NaN or infinite
 # For decoding with adapters on GPUs: kernels that do not depend on each other run at the same time,
 # as the matmuls of a layer by its weight and by the A factors of its adapters, which are too small
 # to fill a GPU; and matmuls of one input are not merged, which would copy their weights in each
@@ -55,29 +59,6 @@ ADAPTER_OPTIONS = {
     "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT",
     "xla_gpu_dot_merger_threshold_mb": 0,
 }
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Sampled:
-    """The output of a program: of prefill [R], of decode [T, B]."""
-
-    tokens: Any
-    logprobs: Logprobs | None = None  # of the tokens, if a request wants them
-    prompt_logprobs: Logprobs | None = None  # [R, C], of the token after each of the prompts
-    logits: Any = None  # [R, V] of a prefill from which others fork; not for the host
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class EngineState:
-    """What the device holds besides the weights."""
-
-    caches: Caches
-    token_ids: jax.Array  # [N], the newest token of each slot; not in the caches yet
-    positions: jax.Array  # [N], of that token; INACTIVE if there is nothing to decode
-    params: BatchedSamplingParams
-    adapter_ids: jax.Array  # [N], the adapter of each slot; 0: none
 
 
 @dataclass(frozen=True)
@@ -437,25 +418,6 @@ class Programs:
         if batch.grammar is not None:
             positions = batch.grammar.pause(positions)
         return replace(state, caches=caches, token_ids=sampled.tokens, positions=positions), sampled
-
-
-def start_slots(
-    state: EngineState, batch: PrefillBatch | ForkBatch, tokens: jax.Array, positions: jax.Array
-) -> EngineState:
-    """The state with a new token at its position in the slot of each row of a batch."""
-
-    def write(old: jax.Array, new: jax.Array) -> jax.Array:
-        return old.at[batch.slots].set(new, mode="drop")
-
-    token_ids, positions, params = jax.tree.map(
-        write, (state.token_ids, state.positions, state.params), (tokens, positions, batch.params)
-    )
-    adapter_ids = state.adapter_ids
-    if batch.adapter_ids is not None:
-        adapter_ids = write(adapter_ids, batch.adapter_ids)
-    return EngineState(
-        state.caches, token_ids, positions=positions, params=params, adapter_ids=adapter_ids
-    )
 
 
 def token_adapters(batch: PrefillBatch) -> jax.Array | None:
