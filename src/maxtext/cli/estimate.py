@@ -121,11 +121,12 @@ def show(estimate: Estimate, plans: dict[str, Plan | None]) -> None:
 
     console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
     config, mesh = estimate.config, mesh_text(estimate.config)
-    tokens = f"{config.per_device_batch_size:g} x {config.max_target_length:,} tokens a device"
+    rows = estimate.rows / estimate.target.count
+    tokens = f"{rows:g} x {config.max_target_length:,} tokens a device"
     console.print(f"[bold]{config.model_name}[/bold] on {estimate.target}: {mesh}; {tokens}")
     console.print(f"parameters {estimate.parameters:,}, active {estimate.active:,}")
-    rows = [(name, format_bytes(count), origin) for name, count, origin in memory_rows(estimate)]
-    console.print(build_table("Bytes a device", ("", "size", "from"), rows))
+    sizes = [(name, format_bytes(count), origin) for name, count, origin in memory_rows(estimate)]
+    console.print(build_table("Bytes a device", ("", "size", "from"), sizes))
     console.print(policy_table(estimate))
     if estimate.program is not None:
         console.print(collectives_table(estimate.program))
@@ -175,7 +176,7 @@ def policy_table(estimate: Estimate) -> Any:
                 format_bytes(saved.layers.host) if saved.layers.host else "0",
                 f"{saved.recompute:.0%}",
                 format_bytes(plan.expected),
-                f"{largest.per_device:g}" if largest else "none",
+                f"{largest.batch_value:g}" if largest else "none",
             )
         )
     columns = (
@@ -227,7 +228,7 @@ def suggestions(estimate: Estimate, plans: dict[str, Plan | None]) -> list[str]:
         )
     if batch:
         lines.append(
-            f"largest batch: per_device_batch_size={batch.per_device:g} "
+            f"largest batch: {batch.batch_key}={batch.batch_value:g} "
             f"remat_policy={batch.policy} ({describe_needs(batch)})"
         )
     if not lines and estimate.target.memory_bytes is not None:
@@ -255,7 +256,7 @@ def to_json(estimate: Estimate, plans: dict[str, Plan | None]) -> dict[str, Any]
             "slices": target.slices,
             "memory": target.memory_bytes,
         },
-        "per_device_batch_size": config.per_device_batch_size,
+        estimate.batch_key: estimate.batch_value(estimate.rows),
         "remat_policy": estimate.current.policy,
         "parameters": estimate.parameters,
         "active_parameters": estimate.active,
@@ -279,8 +280,8 @@ def to_json(estimate: Estimate, plans: dict[str, Plan | None]) -> dict[str, Any]
                 "host": saved.layers.host,
                 "computed_again": round(saved.recompute, 4),
                 "needed": estimate.plan(saved, estimate.rows).expected,
-                "largest_per_device_batch_size": (
-                    largest.per_device if (largest := estimate.largest_batch(saved)) else None
+                f"largest_{estimate.batch_key}": (
+                    largest.batch_value if (largest := estimate.largest_batch(saved)) else None
                 ),
             }
             for saved in estimate.policies

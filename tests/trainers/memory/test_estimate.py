@@ -26,6 +26,7 @@ from maxtext.trainers.memory.estimate import (
     Estimate,
     Program,
     abstract_context,
+    apply_plan,
     describe_shortage,
     estimate_memory,
     suggest_plans,
@@ -221,6 +222,18 @@ def test_needed_memory_of_a_program():
     assert program.needed == 100 + 90 - 80 + 1000 + 5
 
 
+def test_a_program_that_needs_less_than_its_policy_saves(arithmetic):
+    config = arithmetic.config.model_copy(update={"remat_policy": "none"})
+    result = replace(arithmetic, config=config)
+    state = result.weights.device + result.optimizer.device
+    temporaries = result.gradients + result.current.layers.device // 2
+    result = replace(result, program=Program(state, state, state, temporaries, 0, None, 0, []))
+    needs = {saved.policy: result.plan(saved, result.rows).expected for saved in result.policies}
+    assert needs["none"] == result.needed == state + temporaries
+    assert state < needs["full"] < needs["minimal"] < needs["none"]
+    assert result.plan(result.current, 2 * result.rows).expected > needs["none"]
+
+
 COMPARE = """
 import json, sys
 from maxtext.models.configuration import load
@@ -332,22 +345,55 @@ def test_a_program_whose_text_cannot_be_read(monkeypatch, capfd):
     assert to_json(result, {})["compiled"]["collectives"] is None
 
 
-@pytest.mark.slow
-def test_caches_of_rollouts_count_while_they_are_sampled():
+def configure_rl(*overrides):
     keys = [
-        "use_grpo=true", "dataset_type=hf", "packing=false", "batch_size=3", "num_generations=5",
+        "use_grpo=true", "dataset_type=hf", "packing=false", "batch_size=12", "num_generations=5",
         "max_prefill_predict_length=8", "kv_cache_buffer=4", "max_num_seqs=11", "grpo_beta=0",
         "num_test_batches=0", "dtype=bfloat16",
     ]  # fmt: skip
     model = [key for key in MODEL if not key.startswith("dataset_type")]
-    config = load(None, [*model, *keys], environ={}, devices=Devices(1))
-    estimate = estimate_memory(config, find_target("v5p:1x1x1"), compiling=False)
+    return load(None, [*model, *keys, *overrides], environ={}, devices=Devices(1))
+
+
+@pytest.fixture(scope="module")
+def of_rollouts():
+    config = configure_rl("train_micro_batch_size=2")
+    return estimate_memory(config, find_target("v5p:1x1x1"), compiling=False)
+
+
+@pytest.mark.slow
+def test_caches_of_rollouts_count_while_they_are_sampled(of_rollouts):
     keys_and_values = 2 * GROUPS * HEAD * LAYERS * 2  # bytes of a token, in bfloat16
-    assert estimate.rollout_caches == 11 * (LENGTH + 4) * keys_and_values
-    state = estimate.weights.device + estimate.optimizer.device
-    larger = replace(estimate, rollout_caches=10**12)
+    assert of_rollouts.rollout_caches == 11 * (LENGTH + 4) * keys_and_values
+    state = of_rollouts.weights.device + of_rollouts.optimizer.device
+    larger = replace(of_rollouts, rollout_caches=10**12)
     assert larger.needed == state + 10**12
-    assert estimate.needed == replace(estimate, rollout_caches=0).needed
+    assert of_rollouts.needed == replace(of_rollouts, rollout_caches=0).needed
+
+
+@pytest.mark.slow
+def test_microbatches_of_rollouts_have_whole_groups_and_divide_the_prompts(of_rollouts, capsys):
+    assert of_rollouts.rows == 2 * 5
+    # Sizes that divide 12 prompts; 2 of them now
+    expected = {1: 2, 2.3: 4, 5: 6, 10**6: 12}
+    for factor, size in expected.items():
+        result = replace(with_memory(of_rollouts, 0), rollout_caches=0)
+        free = result.batch_dependent(result.current) * factor
+        fixed = result.needed - result.batch_dependent(result.current)
+        result = with_memory(result, int(fixed + free))
+        plan = result.largest_batch(result.current)
+        assert (plan.batch_key, plan.batch_value) == ("train_micro_batch_size", size)
+        config = configure_rl(f"train_micro_batch_size={plan.batch_value:g}")
+        assert config.micro_batch_size_to_train_on == plan.rows
+        applied = apply_plan(of_rollouts.config, of_rollouts.target, plan)
+        assert applied.micro_batch_size_to_train_on == plan.rows
+    plans = {"policy": None, "batch": plan}
+    show(of_rollouts, plans)
+    shown = capsys.readouterr().out
+    assert f"10 x {LENGTH} tokens a device" in shown
+    assert "largest batch: train_micro_batch_size=12" in shown
+    assert to_json(of_rollouts, plans)["train_micro_batch_size"] == 2
+    assert "per_device_batch_size" not in shown
 
 
 def test_weights_of_a_reference_count_once():

@@ -105,7 +105,8 @@ class Plan:
 
     policy: str
     rows: int
-    per_device: float
+    batch_key: str  # the key that sets the rows, and its value
+    batch_value: float
     expected: int
     measured: int | None = None
 
@@ -132,6 +133,24 @@ class Estimate:
     @property
     def rows(self) -> int:
         return self.config.micro_batch_size_to_train_on
+
+    @property
+    def batch_key(self) -> str:
+        """The key that sets the rows of a microbatch."""
+        return "train_micro_batch_size" if self.config.use_grpo else "per_device_batch_size"
+
+    def batch_value(self, rows: int) -> float:
+        """What `batch_key` is for a microbatch of this number of rows."""
+        return rows / (self.config.num_generations if self.config.use_grpo else self.target.count)
+
+    def possible_rows(self, limit: int) -> int:
+        """The largest microbatch of up to `limit` rows that `batch_key` can set; 0 if there is
+        none. The prompts of a step of reinforcement learning divide into equal microbatches."""
+        if not self.config.use_grpo:
+            return limit // self.batch_shards * self.batch_shards
+        prompts, samples = self.config.batch_size, self.config.num_generations
+        sizes = [size * samples for size in range(1, prompts + 1) if prompts % size == 0]
+        return max((rows for rows in sizes if rows <= limit), default=0)
 
     @property
     def current(self) -> SavedActivations:
@@ -170,23 +189,31 @@ class Estimate:
 
     def batch_dependent(self, saved: SavedActivations) -> int:
         """Bytes that grow with the batch under a policy, at this batch: all temporaries but the
-        gradients."""
+        gradients. A program may need less than what is saved as traced, if values share memory or
+        are computed again: then another policy needs no smaller part of what it saves."""
         current = self.batch + self.temporaries - min(self.gradients, self.temporaries)
-        bytes_saved = saved.layers.device
-        return max(current + bytes_saved - self.current.layers.device, bytes_saved, 1)
+        traced = self.current.layers.device + self.current.outer
+        part = min(current / max(traced, 1), 1)
+        least = part * (saved.layers.device + saved.outer)
+        return max(current + saved.layers.device - self.current.layers.device, int(least), 1)
 
     def plan(self, saved: SavedActivations, rows: int) -> Plan:
         fixed = self.needed - self.batch_dependent(self.current)
         expected = fixed + self.batch_dependent(saved) * rows // self.rows
-        return Plan(saved.policy, rows, per_device=rows / self.target.count, expected=expected)
+        return Plan(
+            saved.policy,
+            rows,
+            batch_key=self.batch_key,
+            batch_value=self.batch_value(rows),
+            expected=expected,
+        )
 
     def largest_batch(self, saved: SavedActivations) -> Plan | None:
         """The largest batch under a policy that should fit, or None."""
         if self.target.memory_bytes is None:
             return None
         free = self.target.memory_bytes - (self.needed - self.batch_dependent(self.current))
-        shards = self.batch_shards
-        rows = free * self.rows // self.batch_dependent(saved) // shards * shards
+        rows = self.possible_rows(free * self.rows // self.batch_dependent(saved))
         return self.plan(saved, rows) if rows > 0 else None
 
     def largest_batch_of_all(self) -> Plan | None:
@@ -311,7 +338,6 @@ def confirm_batch(estimate: Estimate) -> Plan | None:
     """The largest batch, compiled; if it does not fit, a smaller one, extrapolated from its
     program."""
     plan = estimate.largest_batch_of_all()
-    shards = estimate.batch_shards
     for _ in range(MAX_COMPILATIONS):
         if plan is None or plan.rows <= 0:
             return None
@@ -320,9 +346,8 @@ def confirm_batch(estimate: Estimate) -> Plan | None:
             return replace(plan, measured=compiled.needed)
         smaller = compiled.largest_batch(compiled.current)
         rows = smaller.rows if smaller else plan.rows
-        rows = (rows - rows // RESERVE) // shards * shards
-        rows = min(rows, plan.rows - shards)
-        plan = replace(plan, rows=rows, per_device=rows / estimate.target.count)
+        rows = estimate.possible_rows(min(rows - rows // RESERVE, plan.rows - 1))
+        plan = replace(plan, rows=rows, batch_value=estimate.batch_value(rows))
     return None
 
 
@@ -333,9 +358,11 @@ def scale_activations(saved: SavedActivations, factor: float) -> SavedActivation
 
 def apply_plan(config: MaxTextConfig, target: Target, plan: Plan) -> MaxTextConfig:
     """The configuration with the policy and the batch of a plan, and its derived values."""
-    changed = config.model_copy(
-        update={"remat_policy": plan.policy, "per_device_batch_size": plan.per_device}
-    )
+    keys: dict[str, Any] = {"remat_policy": plan.policy, plan.batch_key: plan.batch_value}
+    if config.use_grpo:
+        rows = config.batch_size * config.num_generations
+        keys["gradient_accumulation_steps"] = rows // plan.rows
+    changed = config.model_copy(update=keys)
     return changed.model_copy(
         update=derive.derive(changed, derive.Devices(target.count, target.slices))
     )
