@@ -43,7 +43,6 @@ MESHES = {
 # test_llm.py has a causal model sharded over tensor.
 CASES = [
     ("causal", "autoregressive", PAGED),
-    ("causal", "length", []),
     ("causal", "length", PAGED),
     ("latent", "length", []),
     ("delta", "tensor", []),

@@ -304,10 +304,10 @@ def test_many_requests(models, monkeypatch):
     engine = InferenceEngine(compiled("causal", *overrides), weights, 8, LENGTH)
     random = np.random.default_rng(5)
     prefixes = random.integers(0, VOCABULARY, (3, 20)).tolist()
-    requests = [random_request(random, prompts=(1, 40), prefixes=prefixes) for _ in range(200)]
+    requests = [random_request(random, prompts=(1, 40), prefixes=prefixes) for _ in range(100)]
     assert serve(engine, requests, random) == [expected(request) for request in requests]
     assert engine.scheduler.num_preemptions > 0
-    assert engine.prefix_cache.hits > 200
+    assert engine.prefix_cache.hits > 100
     assert rows >= {2, 4}  # of eight
 
 

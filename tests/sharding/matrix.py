@@ -38,13 +38,13 @@ FURTHER = {
 }
 
 
-# Every axis, every named rule and every way to place the state, in products of axes where one
-# program can test several; the other layouts are exhaustive. MLA and Gated DeltaNet differ from the
-# other models in the sharding of heads, sequences and their own weights.
+# Every axis and every way to place the state, in products of axes where one program can test
+# several, and the named rules that differ most from the default ones; the other layouts are
+# exhaustive. MLA and Gated DeltaNet differ from the other models in the sharding of heads,
+# sequences and their own weights.
 PRODUCTS = ("data x fsdp x tensor", "fsdp x context x expert", "context x tensor, balanced")
 REPRESENTATIVE = {
     "dense": (
-        "data",
         "fsdp_transpose",
         "fsdp x tensor_sequence",
         *PRODUCTS,
@@ -57,14 +57,13 @@ REPRESENTATIVE = {
     # the MLA model has experts, too, in the other products
     "moe": (
         "expert",
-        "expert x tensor",
         "fsdp x tensor_sequence",
         "fsdp x context x expert",
-        *FURTHER["moe"],
+        *(name for name in FURTHER["moe"] if name not in ("ep-as-dp", "cp-as-ep")),
     ),
     "mla": PRODUCTS,
     # eight devices along tensor, for four key heads
-    "delta": ("tensor", *PRODUCTS),
+    "delta": ("tensor", "fsdp x context x expert", "context x tensor, balanced"),
 }
 
 

@@ -184,7 +184,7 @@ def eight_devices(models, request, tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.representative("sft", "lora", "dpo", "distill", "moe_lora")
+@pytest.mark.representative("sft", "dpo", "distill", "moe_lora")
 @pytest.mark.parametrize("case", CASES)
 def test_eight_devices_equal_one(case, one_device, eight_devices):
     expected = one_device(case)
