@@ -189,8 +189,8 @@ class Estimate:
 
     def batch_dependent(self, saved: SavedActivations) -> int:
         """Bytes that grow with the batch under a policy, at this batch: all temporaries but the
-        gradients. A program may need less than what is saved as traced, if values share memory or
-        are computed again: then another policy needs no smaller part of what it saves."""
+        gradients. If the compiled program needs only a part of what the current policy saves as
+        traced, other policies need at least the same part of what they save."""
         current = self.batch + self.temporaries - min(self.gradients, self.temporaries)
         traced = self.current.layers.device + self.current.outer
         part = min(current / max(traced, 1), 1)
