@@ -88,8 +88,10 @@ import jax, numpy as np
 from maxtext.trainers import tune
 from tests.trainers.rl.test_grpo import ROWS, RUN, share_of_low_bytes
 
+# A small epsilon of Adam makes an update of the rounding error of a gradient of about 0.
+SETTINGS = dict(batch_size=4, steps=2, learning_rate=0.01, adam_eps=1e-4, grpo_beta=0.02)
 for keys in json.loads(sys.argv[2]):
-    keys = RUN | dict(batch_size=4, steps=2, learning_rate=0.01, grpo_beta=0.02) | keys
+    keys = RUN | SETTINGS | keys
     run = tune.grpo(sys.argv[1], ROWS * 2, rewards=[share_of_low_bytes], **keys)
     leaves = jax.tree.leaves(run.result.state.weights)
     print(json.dumps({
@@ -138,14 +140,6 @@ def base(tmp_path_factory):
     return folder
 
 
-@pytest.mark.slow
-def test_trainer_and_sampler_have_their_own_devices(base):
-    """The run itself compares the sampler's log-probabilities with the trainer's."""
-    (halves,) = run_devices(base, 8, HALVES)
-    assert halves["devices"] == [0, 1, 2, 3]
-    assert len(halves["rewards"]) == 2
-
-
 @pytest.mark.exhaustive
 def test_halves_of_the_devices_train_like_one_each(base):
     halves, one_each = run_devices(base, 8, HALVES, ONE_EACH)
@@ -153,14 +147,17 @@ def test_halves_of_the_devices_train_like_one_each(base):
     assert_equal(halves, one_each)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
+@pytest.mark.representative("0")
 @pytest.mark.parametrize("rank", [0, 4])
 def test_shared_and_split_devices_train_like_one(base, rank):
-    """With adapters, only these are copied."""
+    """With adapters, only these are copied. The runs themselves compare the sampler's
+    log-probabilities with the trainer's."""
     adapters = {"lora_rank": rank, "sharding_tolerance": 1.0}  # some are too small to be sharded
     (one,) = run_devices(base, 1, adapters)
     runs = [adapters | keys for keys in (SHARED, HALVES)]
     shared, halves = run_devices(base, 8, *runs)
     assert shared["devices"] == list(range(8))
+    assert halves["devices"] == [0, 1, 2, 3]
     assert_equal(shared, one)
     assert_equal(halves, one)
