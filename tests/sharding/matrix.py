@@ -38,10 +38,9 @@ FURTHER = {
 }
 
 
-# Every axis and every way to place the state, in products of axes where one program can test
-# several, and the named rules that differ most from the default ones; the other layouts are
-# exhaustive. MLA and Gated DeltaNet differ from the other models in the sharding of heads,
-# sequences and their own weights.
+# Every axis, every way to place the state and most named rules, in products of axes where one
+# program can test several; the other layouts are exhaustive. MLA and Gated DeltaNet differ from the
+# other models in the sharding of heads, sequences and their own weights.
 PRODUCTS = ("data x fsdp x tensor", "fsdp x context x expert", "context x tensor, balanced")
 REPRESENTATIVE = {
     "dense": (

@@ -91,8 +91,8 @@ class GrammarCompiler:
         MissingExtra without llguidance, and RequestError if the model has no end-of-sequence token
         or the tokenizer's tokens are not parts of the text.
         """
-        self.library = require("llguidance", FEATURE)
-        self.limits = self.library.LLParserLimits(
+        self.llguidance = require("llguidance", FEATURE)
+        self.limits = self.llguidance.LLParserLimits(
             verbose_errors=False, max_grammar_size=MAX_GRAMMAR_SIZE
         )
         self.vocab_size = vocab_size
@@ -106,7 +106,7 @@ class GrammarCompiler:
                 "joins words by rules of its own"
             )
         token_bytes = TokenBytes(tokenizer, vocab_size, eos_ids[0])
-        self.tokenizer = self.library.LLTokenizer(token_bytes, vocab_size, list(eos_ids))
+        self.tokenizer = self.llguidance.LLTokenizer(token_bytes, vocab_size, list(eos_ids))
         self.lock = threading.Lock()
         self.compiled: OrderedDict[tuple[str, ...], Future[Any]] = OrderedDict()
         self.turn = threading.BoundedSemaphore(MAX_COMPILING)
@@ -166,11 +166,11 @@ class GrammarCompiler:
 
     def compile(self, constraint: StructuredOutputs) -> Any:
         """Raises ValueError or RecursionError if the constraint cannot be compiled."""
-        create = self.library.LLMatcher
+        create = self.llguidance.LLMatcher
         if constraint.kind == "json":
             grammar = create.grammar_from_json_schema(constraint.text, overrides=JSON_OPTIONS)
         else:
-            grammar = self.library.grammar_from(constraint.kind, constraint.text)
+            grammar = self.llguidance.grammar_from(constraint.kind, constraint.text)
         if constraint.preamble:
             grammar = append_grammar(constraint.preamble, grammar)
         matcher = create(self.tokenizer, grammar, log_level=0, limits=self.limits)
