@@ -148,6 +148,12 @@ def test_tools_and_variables_reach_the_template(configured, hf_tokenizer, expect
     assert as_lists(encode_row(empty, config)) == expected(CHAT, chat_template=TOOLS)
 
 
+def test_call_without_content_is_encoded_as_by_transformers(configured, expected):
+    call = {"type": "function", "function": {"name": "fox", "arguments": {}}}
+    row = {"messages": [USER, {"role": "assistant", "content": None, "tool_calls": [call]}]}
+    assert as_lists(encode_row(row, configured())) == expected(row["messages"])
+
+
 def test_columns_that_the_user_names(configured, expected):
     row = {"dialogue": CHAT, "query": "fox", "reply": "dog", "messages": [USER], "text": "tea"}
     dialogue = encode_row(row, configured("train_data_columns=[dialogue]"))

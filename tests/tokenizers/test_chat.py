@@ -106,6 +106,21 @@ def test_reasoning_has_the_names_that_it_has_in_transformers(name, hf_tokenizer)
     assert ChatTemplate(source, "test").render(chat) == expected
 
 
+@pytest.mark.parametrize("written", ["m['content']", "m.content", "m | tojson", "m.keys() | list"])
+def test_null_fields_of_messages_are_absent_as_in_transformers(written, hf_tokenizer):
+    """OpenAI's messages have content null beside tool_calls, and tool_calls null otherwise."""
+    source = f"{{% for m in messages %}}{{{{ {written} }}}};{{% endfor %}}"
+    call = {"type": "function", "id": None, "function": {"name": "f", "arguments": {"a": None}}}
+    chat = [
+        {"role": "user", "content": "a", "name": None},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "assistant", "content": "b", "tool_calls": None, "thinking": None},
+        {"role": "assistant", "content": "c", "thinking": None, "reasoning": "hm"},
+    ]
+    expected = hf_tokenizer.apply_chat_template(chat, chat_template=source, tokenize=False)
+    assert ChatTemplate(source, "test").render(chat) == expected
+
+
 @pytest.mark.parametrize("content", ["```json\n", " a b ", "end", "<|im_end|>", "", "{{ no }}"])
 @pytest.mark.parametrize("written", ["m.content", "m.content | trim"])
 def test_message_to_continue_equals_transformers(content, written, hf_tokenizer):

@@ -24,6 +24,7 @@ import numpy as np
 
 from maxtext.common.sequences import common_prefix_length
 from maxtext.input_pipeline.formats import Record, UnusableRecord
+from maxtext.tokenizers.chat import without_nulls
 
 Message = dict[str, Any]
 
@@ -326,9 +327,7 @@ def to_message(item: dict[str, Any], index: int, column: str) -> Message:
                 f"{where} is from {item['from']!r}: expected {', '.join(SPEAKERS)}"
             )
     else:
-        message = {
-            name: value for name, value in item.items() if value is not None or name == "content"
-        }
+        message = without_nulls(item)
         if message.get("role") not in ROLES:
             raise UnusableRecord(
                 f"{where} has the role {message.get('role')!r}: expected {', '.join(ROLES)}"
@@ -345,7 +344,7 @@ def template_variables(row: Record) -> dict[str, Any]:
     tools = parse_column(row, "tools", list, "a list")
     variables = parse_column(row, "chat_template_kwargs", dict, "a JSON object") or {}
     named = {name: value for name, value in variables.items() if value is not None}
-    return named | ({"tools": tools} if tools else {})
+    return named | ({} if tools is None else {"tools": tools})
 
 
 def parse_column(row: Record, column: str, kind: type, wanted: str) -> Any:

@@ -176,15 +176,21 @@ def read_template(path: Path, may_be_prompt: bool | None = False) -> str | None:
 
 
 def to_records(messages: Messages) -> list[dict[str, Any]]:
-    """The messages as builtin types. A message with reasoning has it under the two names that
-    templates read, as in transformers. Raises UserError if they are no list of records.
+    """The messages as builtin types, as transformers gives them to a template: without the fields
+    that are null, and with reasoning under the two names that templates read. Raises UserError if
+    they are no list of records.
     """
     records = to_builtins(messages)
     if not isinstance(records, list) or not all(isinstance(entry, dict) for entry in records):
         raise UserError(
             f"a conversation is a list of records with role and content, not {short_repr(messages)}"
         )
-    return [with_reasoning(record) for record in records]
+    return [with_reasoning(without_nulls(record)) for record in records]
+
+
+def without_nulls(message: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that have a value. A template would write the word None for `content: null`."""
+    return {name: value for name, value in message.items() if value is not None}
 
 
 def with_reasoning(message: dict[str, Any]) -> dict[str, Any]:

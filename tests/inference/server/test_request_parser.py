@@ -243,6 +243,15 @@ def test_template_without_developers_gets_a_system_message(suffix, role):
     assert model.render_chat(messages, {}) == f"{role} user "
 
 
+def test_template_does_not_see_content_that_is_null():
+    """transformers drops null fields; a template would write None."""
+    template = ChatTemplate("{% for m in messages %}<{{ m['content'] }}>{% endfor %}", "a test")
+    model = ServedModel(None, None, None, ["tiny"], chat_template=template)
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    messages = [{"role": "assistant", "content": None, "tool_calls": [call]}]
+    assert model.render_chat(parse_messages({"messages": messages}), {}) == "<>"
+
+
 def test_neutral_values_of_unsupported_fields(parser):
     neutral = {"modalities": ["text"], "suffix": "", "priority": 0, "use_beam_search": False}
     assert parser.completion({"prompt": "x", **neutral}).ignored_fields == ()
