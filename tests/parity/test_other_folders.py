@@ -13,8 +13,13 @@ from safetensors.torch import load_file, save_file
 
 from maxtext import LLM
 from maxtext.checkpoint.convert import command as convert
+from maxtext.checkpoint.open import open_checkpoint
 from maxtext.checkpoint.weights import ModelWeights
-from maxtext.common.errors import ConfigError
+from maxtext.common.errors import ConfigError, UserError
+from maxtext.configs.sources import from_python
+from maxtext.trainers.checkpointing.init_state import initial_weights
+from maxtext.trainers.configuration import load_run
+from maxtext.trainers.run_context import RunContext
 
 EYES = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2)
 SQUARES = EYES | dict(image_size=28, patch_size=14)
@@ -140,3 +145,99 @@ def test_the_zoo_has_weights_in_several_files(specimen):
     for name in ("llama bfloat16", "mixtral"):
         index = json.loads((specimen(name).folder / "model.safetensors.index.json").read_text())
         assert len(set(index["weight_map"].values())) > 1
+
+
+def write_tied(example, folder, change):
+    """The folder of a tied model, its weights in several files, after `change` of its tensors."""
+    case = example.case
+    torch.manual_seed(1)
+    config = getattr(transformers, f"{case.kind}Config")(
+        **case.options | {"tie_word_embeddings": False}
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    zoo.stir(model)
+    change(model)
+    model.save_pretrained(folder, max_shard_size="20KB")
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"tie_word_embeddings": True}))
+    assert len(list(folder.glob("*.safetensors"))) > 2
+
+
+def all_tensors(folder):
+    return {
+        name: tensor
+        for file in folder.glob("*.safetensors")
+        for name, tensor in load_file(file).items()
+    }
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_a_head_with_values_of_its_own_is_not_tied(name, specimen, tmp_path, caplog):
+    """transformers keeps the two tensors apart whatever config.json says: so do loading, saving and
+    converting, and what is written says so.
+    """
+    example = specimen(name)
+    write_tied(example, tmp_path / "hf", lambda model: None)
+    expected, tolerance = zoo.logits_and_tolerance(tmp_path / "hf", example.ids)
+    with caplog.at_level("WARNING", logger="maxtext"):
+        llm = LLM.load(tmp_path / "hf", **zoo.SETTINGS)
+    assert caplog.text.count("lm_head.weight differs from the embedding") == 1
+    assert zoo.distance(llm.logits(example.ids), expected) < tolerance
+
+    llm.save_hf(tmp_path / "saved")
+    convert.from_folder(tmp_path / "hf", tmp_path / "native")
+    convert.to_folder(tmp_path / "native", tmp_path / "converted")
+    tensors = all_tensors(tmp_path / "hf")
+    for folder in ("saved", "converted"):
+        assert (
+            json.loads((tmp_path / folder / "config.json").read_text())["tie_word_embeddings"]
+            is False
+        )
+        written = all_tensors(tmp_path / folder)
+        assert written.keys() == tensors.keys()
+        assert all(tensor.equal(tensors[key]) for key, tensor in written.items())
+
+
+def test_training_keeps_a_head_with_values_of_its_own(specimen, tmp_path):
+    write_tied(specimen("llama"), tmp_path, lambda model: None)
+    keys = {"load_parameters_path": str(tmp_path), "per_device_batch_size": 1}
+    checkpoint = open_checkpoint(tmp_path)
+    config = load_run(None, from_python(keys | {"max_target_length": 16}), checkpoint)
+    weights = initial_weights(RunContext.from_config(config), checkpoint)
+    np.testing.assert_array_equal(
+        weights["head"]["weight"], all_tensors(tmp_path)["lm_head.weight"].numpy().T
+    )
+
+
+def test_a_key_that_ties_a_head_with_values_of_its_own_is_refused(specimen, tmp_path):
+    write_tied(specimen("llama"), tmp_path, lambda model: None)
+    with pytest.raises(UserError, match="would drop it: set logits_via_embedding=false"):
+        LLM.load(tmp_path, **zoo.SETTINGS, logits_via_embedding=True, override_model_config=True)
+
+
+def test_a_head_equal_to_the_embedding_is_tied(specimen, tmp_path, caplog):
+    def tie(model):
+        model.lm_head.weight.data.copy_(model.get_input_embeddings().weight)
+
+    write_tied(specimen("llama"), tmp_path / "hf", tie)
+    llm = LLM.load(tmp_path / "hf", **zoo.SETTINGS)
+    assert llm.config.logits_via_embedding
+    assert "differs" not in caplog.text
+    llm.save_hf(tmp_path / "saved")
+    assert json.loads((tmp_path / "saved/config.json").read_text())["tie_word_embeddings"] is True
+    expected = zoo.hf_logits(tmp_path / "hf", IDS)
+    assert zoo.distance(zoo.hf_logits(tmp_path / "saved", IDS), expected) < 1e-6
+
+
+def test_a_tied_folder_may_have_the_head_alone(specimen, tmp_path):
+    """transformers ties to the one of the two tensors that is there."""
+    example = specimen("llama tied with biases")
+    tensors = load_file(example.folder / "model.safetensors")
+    tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    (tmp_path / "config.json").write_text((example.folder / "config.json").read_text())
+    expected, tolerance = zoo.logits_and_tolerance(tmp_path, example.ids)
+    llm = LLM.load(tmp_path, **zoo.SETTINGS)
+    assert zoo.distance(llm.logits(example.ids), expected) < tolerance
+    llm.save_hf(tmp_path / "saved")
+    assert zoo.distance(zoo.hf_logits(tmp_path / "saved", example.ids), expected) < 1e-6

@@ -29,7 +29,13 @@ from maxtext.checkpoint.safetensors_reader import (
 )
 from maxtext.checkpoint.safetensors_writer import write_hf_folder, write_native_folder
 from maxtext.checkpoint.saved_step import SavedStep
-from maxtext.checkpoint.tensors import DTYPES, Progress, RenamedTensors, TensorStream
+from maxtext.checkpoint.tensors import (
+    DTYPES,
+    Progress,
+    RenamedTensors,
+    TensorSource,
+    TensorStream,
+)
 from maxtext.checkpoint.training_weights import TrainingWeights
 from maxtext.checkpoint.weights import ParamInfo, find_param_infos
 from maxtext.common.errors import ConfigError, UserError
@@ -50,6 +56,7 @@ from maxtext.models.registry import segments
 from maxtext.models.rules import check_layers
 from maxtext.tokenizers.load import tokenizer_files
 
+HF_HEAD = "lm_head.weight"
 HF_ASSETS_DIR, TENSOR_NAMES_FILE = "hugging_face", "tensor_names.json"
 DTYPE_NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "float64": "F64"}
 # Keys that define a model, not how it runs
@@ -87,6 +94,7 @@ class Checkpoint:
     hf_assets: tuple[Path, ...]  # Hugging Face configuration and tokenizer files
     hf_tensor_names: frozenset[str]  # in the Hugging Face folder, if known
     mapping: HfMapping | None = None  # of a Hugging Face folder
+    has_own_head: bool = False  # config.json says that the head is tied; its tensor differs
 
     @property
     def model_layer(self) -> Layer:
@@ -106,7 +114,15 @@ class Checkpoint:
         """The tensors as weights of a native model, by its names."""
         if self.mapping is None:
             return under_current_names(self.source, param_infos)
+        if self.has_own_head and config.logits_via_embedding:
+            raise UserError(
+                f"{self.path} has an lm_head.weight that differs from the embedding, and "
+                "logits_via_embedding=true would drop it: set logits_via_embedding=false"
+            )
         renamed = hf_registry.canonical_names(self.source.tensors, self.mapping)
+        if config.logits_via_embedding and HF_HEAD in renamed:
+            # transformers ties to whichever of the two tensors is there.
+            renamed.setdefault(self.mapping.embedding, renamed[HF_HEAD])
         source = RenamedTensors(self.source, renamed)
         weights = from_hf(
             source,
@@ -158,15 +174,40 @@ def open_checkpoint(path: str | os.PathLike) -> Checkpoint:
     source: TensorStream = SafetensorsFolder.open(path, HF_STEM)
     if weights_format is not None:
         source = Dequantized.of(source, weights_format)
-    names = frozenset(hf_registry.canonical_names(source.tensors, mapping))
+    names = hf_registry.canonical_names(source.tensors, mapping)
+    has_own_head = settings["logits_via_embedding"].value and differs_from_embedding(
+        RenamedTensors(source, names), mapping
+    )
+    if has_own_head:
+        LOGGER.warning(
+            "%s says tie_word_embeddings=true, but lm_head.weight differs from the embedding: the "
+            "model is not tied (set tie_word_embeddings to false to silence this warning)",
+            config_path,
+        )
+        settings["logits_via_embedding"] = Setting(False, Source("model", str(path)))
     return Checkpoint(
         path=path,
         source=source,
         settings=settings,
         hf_assets=hf_assets,
-        hf_tensor_names=names,
+        hf_tensor_names=frozenset(names),
         mapping=mapping,
+        has_own_head=has_own_head,
     )
+
+
+def differs_from_embedding(source: TensorSource, mapping: HfMapping) -> bool:
+    """Whether a folder has an output head with values of its own, which transformers does not tie
+    whatever config.json says.
+    """
+    if not {HF_HEAD, mapping.embedding} <= source.tensors.keys():
+        return False
+    if source.tensors[HF_HEAD].shape != source.tensors[mapping.embedding].shape:
+        return True
+    head, embedding = source.read(HF_HEAD), source.read(mapping.embedding)
+    if head.dtype != embedding.dtype:
+        head, embedding = head.astype(np.float32), embedding.astype(np.float32)
+    return not np.array_equal(head, embedding)
 
 
 def check_hf_assets(files: Iterable[Path]) -> None:
@@ -337,7 +378,7 @@ def update_hf_config(
             if "num_nextn_predict_layers" in hf_config:
                 hf_config["num_nextn_predict_layers"] = config.mtp_num_layers
             if not config.logits_via_embedding and is_tied(hf_config, config):
-                hf_config["tie_word_embeddings"] = False  # a merged adapter had its own head
+                hf_config["tie_word_embeddings"] = False  # the head has weights of its own
             return hf_config | {dtype_key: dtype}
     return None
 

@@ -45,6 +45,7 @@ class HfMapping:
     ignored: tuple[str, ...] = ()  # tensors that transformers does not load either, as regexes
     ignored_in: Callable[[MaxTextConfig], tuple[str, ...]] = lambda config: ()
     base_prefix: str = "model."  # of tensors in folders of the model with its head
+    embedding: str = "model.embed_tokens.weight"  # the tensor that a tied head shares
     # (part of tensor names, the same part in the module names of transformers 5), where they differ
     module_renaming: tuple[str, str] = ("", "")
     # The class has experts as [X, in, out] and does not say so: PEFT takes inputs for outputs.

@@ -123,4 +123,5 @@ GPT2 = HfMapping(
         **all_of(TEXT | NULL, "activation_function"),
     },
     base_prefix="transformer.",
+    embedding="transformer.wte.weight",
 )
