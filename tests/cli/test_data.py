@@ -77,19 +77,20 @@ def test_inspect_shows_segments_padding_and_statistics(files, capsys):
     assert (numbers["segments per row, mean"], numbers["segments per row, max"]) == ("1.50", "2")
     lengths = [numbers[f"tokens per segment, {name}"] for name in ("mean", "median", "max")]
     assert lengths == [f"{19 / 3:.1f}", "6.0", "9"]
-    assert numbers["truncated documents"] == "0.00%"
+    assert "truncated documents" not in numbers  # text is split, not truncated
     assert "\x1b" not in text  # not a terminal
 
 
 def test_inspect_counts_truncated_documents(files, capsys):
     # 14 bytes make 15 pairs, 15 make 16 and fit, 16 make 17 and are cut.
     args = files("a" * 14, "b" * 15, "c" * 16, "d" * 40)
-    assert main(["data", "inspect", *args, "--batches", "2", "--rows", "0"]) == 0
+    truncated = [*args, "use_truncation=true"]
+    assert main(["data", "inspect", *truncated, "--batches", "2", "--rows", "0"]) == 0
     text = capsys.readouterr().out
     assert "│" not in text
     assert table(text)["truncated documents"] == "50.00%"
     assert "tokens/s after the first batch" in table(text)
-    assert main(["data", "inspect", *args, "--batches=9", "--json", "use_truncation=false"]) == 0
+    assert main(["data", "inspect", *args, "--batches=9", "--json"]) == 0
     summary = json.loads(capsys.readouterr().out)["summary"]
     assert "truncated" not in summary
     # Pairs in pieces of at most 16: 15, 16, 16 + 1, 16 + 16 + 9, of which 15 and 1 share a row.

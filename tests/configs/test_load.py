@@ -84,6 +84,30 @@ def test_printed_configuration_can_be_loaded(file):
     assert resolved(path=path).model_dump() == first.model_dump()
 
 
+@pytest.mark.parametrize(
+    ("overrides", "truncates", "source"),
+    [
+        ([], False, "derived (pre-training text)"),
+        (["use_truncation=true"], True, "command line"),
+        (["use_truncation=false"], False, "command line"),
+        (["use_sft=true"], True, "default"),
+        (["use_dpo=true", "packing=false"], True, "default"),
+        (["use_grpo=true"], True, "default"),
+    ],
+)
+def test_documents_of_pre_training_are_split_unless_the_user_truncates(
+    overrides, truncates, source
+):
+    config = resolved(overrides)
+    assert config.use_truncation is truncates
+    assert str(config.source("use_truncation")).startswith(source)
+
+
+def test_use_truncation_in_a_file_of_the_user_counts_as_set(file):
+    assert resolved(path=file("use_truncation: true\n")).use_truncation
+    assert resolved(path=file(sources.BASE.read_text())).use_truncation
+
+
 def test_none_clears_a_key():
     assert resolved(["max_num_checkpoints_to_keep=none"]).max_num_checkpoints_to_keep is None
     assert resolved(["remat_policy=None"]).remat_policy == ""

@@ -9,7 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from maxtext.input_pipeline import Split, open_data_streams
+from maxtext.common.errors import ConfigError
+from maxtext.configs.derive import Devices
+from maxtext.input_pipeline import Split, make_train_iterator, open_data_streams
+from maxtext.input_pipeline.truncation import truncated_share
+from maxtext.models.configuration import load
 
 LENGTH, ROWS = 96, 6
 TEXTS = [
@@ -95,3 +99,55 @@ def test_every_token_once(make_config, write, packing, streams, truncate, split)
     batches = open_data_streams(config, split, lambda step: ROWS, [ROWS])
     assert Counter(segments(batches)) == naive(packing, truncate, 2 if split is Split.TRAIN else 1)
     batches.close()
+
+
+@pytest.fixture
+def load_config(write):
+    """The configuration of a run on one's own text, with nothing about long documents set."""
+    folder = write(*(text.decode() for text in TEXTS))
+
+    def load_overrides(*overrides):
+        settings = [
+            f"grain_train_files={folder}", "dataset_type=grain", "grain_file_type=text",
+            "tokenizer_path=byte", "vocab_size=259", f"max_target_length={LENGTH}",
+            "per_device_batch_size=1", "generate_padding_batch_train=true",
+            "grain_worker_count=0", *overrides,
+        ]  # fmt: skip
+        return load(None, settings, environ={}, devices=Devices(1))
+
+    return load_overrides
+
+
+def count_pairs(texts, most=None):
+    """n bytes with a begin and an end token have n + 1 (input, target) pairs."""
+    return sum(min(len(text) + 1, most or len(text) + 1) for text in texts)
+
+
+def test_pre_training_reads_every_token_of_long_documents_by_default(load_config):
+    batches = make_train_iterator(load_config())
+    read = sum(int((batch["targets_segmentation"] > 0).sum()) for batch in batches)
+    assert read == count_pairs(TEXTS)
+
+
+def test_share_that_truncation_drops(load_config):
+    assert truncated_share(load_config()) is None
+    share = truncated_share(load_config("use_truncation=true"))
+    assert share == pytest.approx(1 - count_pairs(TEXTS, LENGTH) / count_pairs(TEXTS))
+    assert share > 0.9
+
+
+def test_share_of_a_mixture_counts_documents_by_weight(load_config, write):
+    long, short = write("a" * 1000, name="long"), write("a" * 50, "b" * 50, name="short")
+    mixture = f"{long},0.25;{short},0.75"
+    config = load_config("use_truncation=true").model_copy(update={"grain_train_files": mixture})
+    kept, total = 0.25 * LENGTH + 0.75 * 51, 0.25 * 1001 + 0.75 * 51
+    assert truncated_share(config) == pytest.approx(1 - kept / total)
+
+
+def test_a_run_that_truncated_does_not_resume_with_split_documents(load_config):
+    """As one that was started by a version whose default was use_truncation=true."""
+    before = make_train_iterator(load_config("use_truncation=true"))
+    next(before)
+    after = make_train_iterator(load_config())
+    with pytest.raises(ConfigError, match="made with use_truncation=True, but this run has .*=Fal"):
+        after.set_state(before.get_state())

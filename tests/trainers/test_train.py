@@ -7,6 +7,7 @@ import pytest
 
 from maxtext.common.log import LOGGER
 from maxtext.models.counts import parameter_count
+from maxtext.trainers.banner import describe_data
 from maxtext.trainers.memory import usage
 from maxtext.trainers.run_context import RunContext
 
@@ -27,6 +28,17 @@ def test_state_bytes(configure):
     context = RunContext.from_config(configure())
     weights = parameter_count(context.template.weights)
     assert 12 * weights <= usage.state_bytes(context) <= 12 * weights + 100
+
+
+def test_the_plan_shows_the_share_that_truncation_drops(configure, tmp_path):
+    (tmp_path / "a.txt").write_text("a" * 159)  # 160 targets, in rows of 16
+    data = [
+        "dataset_type=grain", "grain_file_type=text", f"grain_train_files={tmp_path}",
+        "tokenizer_path=byte", "vocab_size=259",
+    ]  # fmt: skip
+    assert describe_data(configure(*data)) == "grain"
+    truncated = describe_data(configure(*data, "use_truncation=true"))
+    assert truncated == "grain; use_truncation=true drops 90.0% of the tokens"
 
 
 @pytest.mark.slow

@@ -131,7 +131,7 @@ def resolve(
 
 def fill_defaults(settings: Layer, environ: Mapping[str, str]) -> None:
     """Fill in keys whose default depends on others: the run's name, folder and length, the model's
-    tokenizer.
+    tokenizer, and whether long documents are split.
     """
 
     def empty(key: str) -> bool:
@@ -149,6 +149,9 @@ def fill_defaults(settings: Layer, environ: Mapping[str, str]) -> None:
     )
     if fields.validated("use_grpo", settings["use_grpo"].value) is True:
         fill_rl_defaults(settings)
+    if not is_fine_tuning and settings["use_truncation"].source.kind == "default":
+        # Truncation would drop most of a corpus of long documents. Fine-tuning keeps rows whole.
+        settings["use_truncation"] = Setting(False, Source("derived", "pre-training text"))
     if settings["steps"].value == -1:  # the schedule's length; the range check refuses -1 for both
         length = settings["learning_rate_schedule_steps"].value
         by_epochs = is_fine_tuning and length == -1

@@ -9,17 +9,17 @@ evaluation, each record is a row; with tokenize_eval_data=false it holds token i
 from maxtext.configs.types import MaxTextConfig
 from maxtext.input_pipeline.interface import BatchIterator, ShardSpec, Split
 from maxtext.input_pipeline.pipeline import document_batches, max_streams_of
-from maxtext.input_pipeline.tfds_source import load_component
+from maxtext.input_pipeline.tfds_source import load_components
 
 
 def c4_mlperf_source(config: MaxTextConfig, split: Split, shard: ShardSpec) -> BatchIterator | None:
     config = as_benchmark(config, split)
     key = "dataset_name" if split is Split.TRAIN else "eval_dataset_name"
-    return document_batches(config, split, shard, [load_component(config, split)], key)
+    return document_batches(config, split, shard, load_components(config, split), key)
 
 
 def max_data_streams(config: MaxTextConfig, split: Split) -> int:
-    return max_streams_of([load_component(as_benchmark(config, split), split)])
+    return max_streams_of(load_components(as_benchmark(config, split), split))
 
 
 def as_benchmark(config: MaxTextConfig, split: Split) -> MaxTextConfig:

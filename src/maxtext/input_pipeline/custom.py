@@ -60,15 +60,20 @@ class CustomDocuments:
 
 
 def custom_source(config: MaxTextConfig, split: Split, shard: ShardSpec) -> BatchIterator | None:
-    documents = documents_of(config, split)
-    if documents is None:
-        return None
-    return document_batches(config, split, shard, [MixtureComponent(documents)], "dataset_type")
+    components = load_components(config, split)
+    return (
+        document_batches(config, split, shard, components, "dataset_type") if components else None
+    )
 
 
 def max_data_streams(config: MaxTextConfig, split: Split) -> int:
+    return max_streams_of(load_components(config, split))
+
+
+def load_components(config: MaxTextConfig, split: Split) -> list[MixtureComponent]:
+    """Empty if the function returns no evaluation data."""
     documents = documents_of(config, split)
-    return max_streams_of([MixtureComponent(documents)]) if documents else 1
+    return [] if documents is None else [MixtureComponent(documents)]
 
 
 def documents_of(config: MaxTextConfig, split: Split) -> CustomDocuments | None:

@@ -43,10 +43,8 @@ def hf_source(config: MaxTextConfig, split: Split, shard: ShardSpec) -> BatchIte
     files = named_files(config, split)
     if split is Split.EVAL and not files and not config.hf_eval_split:
         return None
-    if is_local(config, split, files):
-        return document_batches(
-            config, split, shard, [local_component(config, split, files)], f"hf_{split.value}_files"
-        )
+    if components := load_components(config, split):
+        return document_batches(config, split, shard, components, f"hf_{split.value}_files")
     seed = shuffle_seed(config, split)
     epochs = config.num_epoch if split is Split.TRAIN else 1
     records: grain.IterDataset = StreamingDataset(
@@ -59,9 +57,8 @@ def hf_source(config: MaxTextConfig, split: Split, shard: ShardSpec) -> BatchIte
 
 
 def max_data_streams(config: MaxTextConfig, split: Split) -> int:
-    files = named_files(config, split)
-    if is_local(config, split, files):
-        return max_streams_of([local_component(config, split, files)])
+    if components := load_components(config, split):
+        return max_streams_of(components)
     # Each stream reads its own shards. With more streams than shards, each would read everything.
     return max(open_stream(config, split, ShardSpec(1)).num_shards, 1)
 
@@ -77,6 +74,12 @@ def supports_stream_count(config: MaxTextConfig, split: Split) -> Callable[[int]
     if is_local(config, split, files):
         return lambda count: count <= most
     return lambda count: most % count == 0
+
+
+def load_components(config: MaxTextConfig, split: Split) -> list[MixtureComponent]:
+    """The documents of local files. Empty if `datasets` streams the records."""
+    files = named_files(config, split)
+    return [local_component(config, split, files)] if is_local(config, split, files) else []
 
 
 def named_files(config: MaxTextConfig, split: Split) -> str:

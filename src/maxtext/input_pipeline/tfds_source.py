@@ -25,15 +25,15 @@ KINDS = {"array_record": "arrayrecord", "tfrecord": "tfrecord"}
 
 def tfds_source(config: MaxTextConfig, split: Split, shard: ShardSpec) -> BatchIterator | None:
     key = "dataset_name" if split is Split.TRAIN else "eval_dataset_name"
-    return document_batches(config, split, shard, [load_component(config, split)], key)
+    return document_batches(config, split, shard, load_components(config, split), key)
 
 
 def max_data_streams(config: MaxTextConfig, split: Split) -> int:
-    return max_streams_of([load_component(config, split)])
+    return max_streams_of(load_components(config, split))
 
 
-def load_component(config: MaxTextConfig, split: Split) -> MixtureComponent:
-    """The documents of the configured split."""
+def load_components(config: MaxTextConfig, split: Split) -> list[MixtureComponent]:
+    """The documents of the configured split, as one component."""
     train = split is Split.TRAIN
     key, name = (
         ("dataset_name", config.dataset_name)
@@ -66,7 +66,7 @@ def load_component(config: MaxTextConfig, split: Split) -> MixtureComponent:
     files = open_files(
         paths, kind, columns_to_read(config, split), config.grain_data_source_max_workers
     )
-    return MixtureComponent(FileRanges(files, instructions))
+    return [MixtureComponent(FileRanges(files, instructions))]
 
 
 def open_dataset(key: str, name: str, folder: str) -> Any:

@@ -4,6 +4,7 @@ import jax
 
 from maxtext.common import hardware
 from maxtext.configs.types import MaxTextConfig
+from maxtext.input_pipeline.truncation import truncated_share
 from maxtext.models.counts import parameter_count
 from maxtext.models.registry import layers
 from maxtext.models.transformer import build_context, implementations
@@ -32,7 +33,7 @@ def banner(
             "steps": f"{config.steps:,}",
             "tokens a step": f"{rows * length:,} ({rows} x {length})",
             "optimizer": f"{config.opt_type.value}, {schedule} to {config.learning_rate:g}",
-            "data": config.dataset_type.value,
+            "data": describe_data(config),
             "start": origin,
             "saved": describe_outputs(config),
         },
@@ -57,6 +58,13 @@ def describe_model(context: RunContext, step: jax.stages.Compiled) -> dict[str, 
             f"{temporaries} temporary)"
         )
     return model
+
+
+def describe_data(config: MaxTextConfig) -> str:
+    share = truncated_share(config)
+    if share is None:
+        return config.dataset_type.value
+    return f"{config.dataset_type.value}; use_truncation=true drops {share:.1%} of the tokens"
 
 
 def describe_outputs(config: MaxTextConfig) -> str:
