@@ -11,6 +11,7 @@ from maxtext.inference.requests import GenerationRequest, ReasoningSpan
 from maxtext.inference.sampling_params import SamplingParams
 from maxtext.tokenizers import ByteTokenizer, open_tokenizer
 from maxtext.tokenizers.boundaries import every_boundary
+from maxtext.tokenizers.token_bytes import text_bytes
 from tests.tokenizers.tiny import (
     write_bpe,
     write_byte_fallback,
@@ -135,6 +136,38 @@ def test_prompt_that_ends_inside_a_character(kind, tokenizers):
     for size in range(complete, len(ids)):
         text, _ = detokenize(tokenizer, ids[:size], ([token] for token in ids[size:]))
         assert tokenizer.decode(ids[:size]).rstrip("\ufffd") + text == "ab🙂cd"
+
+
+def new_text(tokenizer, prompt, tokens):
+    """The text of tokens after a prompt, as vLLM's incremental detokenization defines it: what
+    follows the text of the prompt. A character that the tokens complete is new.
+    """
+    prompt_text, text = tokenizer.decode(prompt), tokenizer.decode([*prompt, *tokens])
+    size = len(prompt_text)
+    while not text.startswith(prompt_text[:size]):
+        size -= 1
+    return text[size:]
+
+
+@pytest.mark.parametrize("kind", ["byte", "byte-level", "byte-fallback", "tiktoken"])
+def test_text_does_not_begin_with_bytes_of_the_prompt(kind, tokenizers):
+    """Prompts that end in the first byte of a character, once or many times."""
+    tokenizer = tokenizers[kind]
+    hello, word = tokenizer.encode("Hello "), tokenizer.encode("ab")
+    smile = tokenizer.encode("\U0001f642")
+    while text_bytes(tokenizer, smile[0])[:1] != b"\xf0":
+        smile = smile[1:]
+    lead = smile[0]
+    for count in (1, 2, 7, 8, 9, 40, 70):
+        prompt = [*hello, *[lead] * count]
+        for tokens in ([], word, [*smile, *word], [*smile[1:], *word], [lead], [lead, *word]):
+            expected = new_text(tokenizer, prompt, tokens)
+            for steps in ([tokens], [*([token] for token in tokens), []]):
+                assert detokenize(tokenizer, prompt, steps)[0] == expected
+        assert detokenize(tokenizer, prompt, [word])[0].strip() == "ab"
+        # Neither does a stop text match in the prompt.
+        text, detokenizer = detokenize(tokenizer, prompt, [word], stops=["\ufffd"])
+        assert (text.strip(), detokenizer.stopped) == ("ab", False)
 
 
 @pytest.mark.parametrize("kind", KINDS)

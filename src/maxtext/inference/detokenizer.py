@@ -18,9 +18,10 @@ class Detokenizer:
     All deltas together are `decode(prompt + tokens)` without its prefix `decode(prompt)`, up to the
     first stop string. The detokenizer holds back what later tokens can change: tokens after the
     last boundary that the tokenizer reports, spaces at the beginning of a text, and a suffix of the
-    text that may be the beginning of a stop string. If the prompt ends inside a character, its last
-    tokens belong to the new text. Every token is decoded a bounded number of times. A visible
-    special token splits the text: its name stands between the text before and the text after it.
+    text that may be the beginning of a stop string. A character that is incomplete in the prompt
+    belongs to the new text if the tokens complete it; otherwise its bytes stay with the prompt.
+    Every token is decoded a bounded number of times. A visible special token splits the text: its
+    name stands between the text before and the text after it.
     """
 
     def __init__(
@@ -60,10 +61,13 @@ class Detokenizer:
             self.pending: list[int] = []  # not decoded yet
             self.num_final = 0  # how many of them no later token can change
             self.num_blank = 0  # how many of them are blank
+            self.prompt_text = ""  # of those of the prompt, while a character is incomplete
             if not is_blank(self.decode_tokens(prompt[max(0, len(prompt) - size) :])):
                 break
         if not self.decode(self.pending).endswith(REPLACEMENT):
             self.flush(everything=True)
+        elif self.pending:
+            _, self.prompt_text = self.decode_with_context(self.pending)
 
     def add(self, token_ids: Sequence[int], last: bool = False, ignore_stop: bool = False) -> str:
         """Append tokens and return the text delta: the text that is final now. With `last`, no
@@ -148,17 +152,22 @@ class Detokenizer:
             return ""
         new, self.pending = self.pending[:num_final], self.pending[num_final:]
         self.num_final = self.num_blank = 0
-        text = self.decode([*self.context, *new])
-        if text.startswith(self.context_text):
-            delta = text[len(self.context_text) :]
-        else:
-            delta = self.decode(new)
+        text, delta = self.decode_with_context(new)
+        delta = delta[common_prefix_length(delta, self.prompt_text) :]
+        self.prompt_text = ""
         needs_context = is_blank(self.context_text)
         if len(self.context) + len(new) <= CONTEXT or (needs_context and is_blank(recent_text)):
             self.context, self.context_text = [*self.context, *new], text
         elif not is_blank(recent_text) and (needs_context or len(recent) <= MAX_CONTEXT):
             self.context, self.context_text = recent, recent_text
         return delta
+
+    def decode_with_context(self, token_ids: list[int]) -> tuple[str, str]:
+        """The text of the context and these tokens, and what the tokens add to it."""
+        text = self.decode([*self.context, *token_ids])
+        if text.startswith(self.context_text):
+            return text, text[len(self.context_text) :]
+        return text, self.decode(token_ids)
 
     def partial_stop_length(self) -> int:
         """The length of the longest suffix of the text that is a proper prefix of a stop string, or
@@ -181,3 +190,11 @@ class Detokenizer:
 def is_blank(text: str) -> bool:
     """Whether a text is empty or spaces only, which a decoder may drop at the beginning."""
     return not text.strip(" ")
+
+
+def common_prefix_length(first: str, second: str) -> int:
+    """The number of characters with which both texts begin."""
+    pairs = zip(first, second, strict=False)
+    return next(
+        (index for index, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second))
+    )

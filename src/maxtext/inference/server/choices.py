@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from maxtext.inference.detokenizer import REPLACEMENT, common_prefix_length
 from maxtext.inference.grammar import FAILURE
 from maxtext.inference.logprobs import TokenLogprobs
 from maxtext.inference.requests import Completion, CompletionDelta
@@ -16,6 +17,7 @@ from maxtext.inference.server.request_parser import ApiRequest
 Json = dict[str, Any]
 # `finish_reason` of the API by that of the engine, without those of failures.
 FINISH_REASONS = {"end": "stop", "stop": "stop", "length": "length"}
+MAX_CHARACTER_TOKENS = 8  # the most tokens of one character: it has four bytes at most
 
 
 @dataclass
@@ -63,6 +65,13 @@ class ChoiceFormatter:
         # Counts the characters before each token; a character ends with the last of its tokens.
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self.num_characters = 0
+        # Whether the next tokens may complete a character of the prompt. If they do not, its
+        # replacement character is part of the prompt's text.
+        self.continues_character = False
+        if request.logprobs is not None and not request.echoes:
+            for token in prompt[-MAX_CHARACTER_TOKENS:]:
+                self.decoder.decode(model.token_bytes(token, request.shows_specials))
+            self.continues_character = bool(self.decoder.getstate()[0])
 
     def delta_logprobs(
         self, delta: CompletionDelta, prompt_logprobs: Sequence[TokenLogprobs | None]
@@ -88,9 +97,9 @@ class ChoiceFormatter:
         for token in token_ids:
             data = self.model.token_bytes(token, self.request.shows_specials)
             if data and not is_continuation(data[0]):  # what is incomplete before it stays so
-                self.num_characters += len(self.decoder.decode(b"", final=True))
+                self.count_characters(self.decoder.decode(b"", final=True))
             offsets.append(self.num_characters)
-            self.num_characters += len(self.decoder.decode(data))
+            self.count_characters(self.decoder.decode(data))
         top = [
             # The token itself comes last: of equal texts, its number stays.
             entry and {text(each): entry.top[each] for each in (*drop(entry.top, token), token)}
@@ -102,6 +111,23 @@ class ChoiceFormatter:
             "top_logprobs": top,
             "text_offset": offsets,
         }
+
+    def count_characters(self, text: str) -> None:
+        """Add the characters of a text that follows those that are counted already."""
+        if text and self.continues_character:
+            self.continues_character = False
+            text = text.removeprefix(REPLACEMENT)
+        self.num_characters += len(text)
+
+    def take_echo(self, token_ids: Sequence[int]) -> str:
+        """The text of the prompt, before that of the first tokens: without a character that is
+        incomplete in it, if they complete it.
+        """
+        decode = self.model.tokenizer.decode
+        if not self.echo.endswith(REPLACEMENT) or decode(self.prompt_ids) != self.echo:
+            return self.echo
+        text = decode([*self.prompt_ids, *token_ids])
+        return self.echo[: common_prefix_length(self.echo, text)]
 
     def chat_entry(self, token: int, record: TokenLogprobs) -> Json:
         top = list(record.top.items())[: self.request.logprobs]
@@ -135,8 +161,10 @@ class ChoiceFormatter:
             logprobs=completion.logprobs,
             completion=completion,
         )
-        content: Json = {"text": self.echo + delta.text}
-        if self.request.is_chat:
+        content: Json = {}
+        if not self.request.is_chat:
+            content["text"] = self.take_echo(delta.token_ids) + delta.text
+        else:
             for part in self.parser.add(delta.text, last=True):
                 self.message.add(part)
             content = {"message": self.message.message()}
@@ -157,7 +185,13 @@ class ChoiceFormatter:
         if self.request.is_chat:
             return self.chat_chunks(delta, logprobs, extras)
         has_content = bool(delta.text or (delta.token_ids and (logprobs or extras)))
-        text = self.echo + delta.text if self.is_first else delta.text
+        text = delta.text
+        if self.is_first:
+            # As long as a character of the prompt may be completed, there are no tokens.
+            may_change = self.echo.endswith(REPLACEMENT) and not delta.token_ids
+            if may_change and delta.completion is None:
+                return []
+            text = self.take_echo(delta.token_ids) + text
         if not has_content and not text and delta.completion is None:
             return []
         self.is_first = False
