@@ -120,14 +120,16 @@ def newest_step(path: str) -> str:
 
 
 def result_settings(path: str, config: MaxTextConfig) -> dict[str, Any]:
-    """The settings that decide the results. A weight_dtype that was not set is the checkpoint's, so
-    the path of the model stands for it.
+    """The settings that decide the results. A weight_dtype or a tokenizer that was not set is the
+    checkpoint's, so the path of the model stands for it.
     """
     from maxtext.checkpoint.open import MODEL_KEYS
 
     settings = {key: getattr(config, key) for key in (*RESULT_KEYS, *sorted(MODEL_KEYS))}
     if config.source("weight_dtype").kind == "derived":
         settings["weight_dtype"] = base_values().weight_dtype
+    if config.source("tokenizer_path").kind == "model":
+        settings["tokenizer_path"] = base_values().tokenizer_path
     return settings | {"model": path}
 
 

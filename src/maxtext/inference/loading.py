@@ -43,6 +43,7 @@ def resolve_config(
 
     Keys that these leave open have other defaults than in training: layers are unrolled, sequences
     are as long as the learned positions, and weights that are bfloat16 in the checkpoint stay so.
+    The tokenizer is that of the checkpoint's folder, if it has one.
     """
 
     def derived(key: str, value: Any, origin: str) -> Layer:
@@ -58,9 +59,9 @@ def resolve_config(
     bfloat16 = derived("weight_dtype", "bfloat16", "the checkpoint")
     if tensor_dtypes(checkpoint) == {"bfloat16"}:
         defaults |= bfloat16
-    config = load(path, defaults | overrides, model=checkpoint.settings)
+    config = load(path, defaults | overrides, model=checkpoint.model_layer)
     if bfloat16.keys() - defaults.keys() and has_bfloat16_weights(checkpoint, config):
-        config = load(path, defaults | bfloat16 | overrides, model=checkpoint.settings)
+        config = load(path, defaults | bfloat16 | overrides, model=checkpoint.model_layer)
     return config
 
 

@@ -360,6 +360,8 @@ class PromptEncoder(TextEncoder):
     def __init__(self, config: MaxTextConfig, split: Split, tokenizer: Tokenizer | None = None):
         super().__init__(config, split, tokenizer)
         self.max_prompt_length = config.max_prefill_predict_length
+        # A metric over other problems than those of the data would be wrong.
+        self.drops_long_prompts = split is Split.TRAIN
         self.prompt_template = None
         if config.dataset_processor_path:
             self.formatting = DatasetProcessor(config, split, self.tokenizer)
@@ -393,6 +395,11 @@ class PromptEncoder(TextEncoder):
                 raise UnusableRecord(str(error)) from error
             ids = self.tokenizer.encode_with_specials(text)
         too_long = len(ids) > min(self.max_prompt_length, self.length - 1)
+        if too_long and not self.drops_long_prompts:
+            raise UnusableRecord(
+                f"its prompt has {len(ids)} tokens, more than max_prefill_predict_length="
+                f"{self.max_prompt_length} allows with max_target_length={self.length}: raise them"
+            )
         remarks = (Remark.PROMPT_TOO_LONG,) if too_long else ()
         columns = formatted | {"prompt": prompt}
         return EncodedPrompt(np.array(ids, np.int32), columns, remarks)

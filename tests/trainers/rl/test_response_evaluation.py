@@ -16,8 +16,11 @@ from maxtext.inference.sampling_params import SamplingParams
 from maxtext.models.configuration import load
 from maxtext.tokenizers import open_tokenizer
 from maxtext.trainers import tune
+from maxtext.trainers.rl import response_evaluation
 from maxtext.trainers.rl.group_sampler import Prompt
 from maxtext.trainers.rl.response_evaluation import (
+    ProblemResult,
+    ResponseEvaluation,
     Responses,
     evaluate_llm_responses,
     evaluate_responses,
@@ -26,6 +29,7 @@ from maxtext.trainers.rl.response_evaluation import (
 from maxtext.trainers.rl.rewards.builtin import builtin_rewards
 from maxtext.trainers.rl.rewards.functions import reward_functions
 from maxtext.trainers.rl.rollout import sample_seed
+from tests.tokenizers.tiny import write_bpe
 from tests.trainers.distillation.test_distillation import save_llama
 from tests.trainers.rl.test_grpo import BYTES, RUN, share_of_low_bytes
 
@@ -254,6 +258,56 @@ def test_limits_of_the_engine(base):
     assert llm.engine.cache_config.slots == 2
     assert llm.engine.cache_config.length == 8 + 3  # the next power of two of 3 + 4, and 3 more
     assert llm.engine.scheduler.max_batched_tokens == 4
+
+
+def problems_args(path, *args):
+    data = ["dataset_type=grain", "grain_file_type=jsonl", f"grain_eval_files={path}"]
+    return ["evaluate", *data, "max_prefill_predict_length=24", "max_target_length=64", *args]
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """The prompts that `maxtext evaluate` samples responses to."""
+    prompts = []
+
+    def grade(config, llm, problems, rewards):
+        prompts.extend(problems)
+        result = ProblemResult("", (), ("",), right=0, accuracy=0, partial_accuracy=0, format=0)
+        return ResponseEvaluation((result,), reward=0.0)
+
+    monkeypatch.setattr(response_evaluation, "evaluate_llm_responses", grade)
+    return prompts
+
+
+def test_problems_are_tokenized_with_the_tokenizer_of_the_model_folder(tmp_path, asked):
+    """The texts have more than 24 bytes, and at most 24 tokens of the folder's tokenizer."""
+    transformers = pytest.importorskip("transformers")
+    folder = tmp_path / "model"
+    save_llama(folder, layers=1, embed_dim=16, seed=0, vocab_size=400)
+    write_bpe(folder)
+    texts = ["The Quick Brown Fox Jumps Over", "Seven Wizards Brew Hot Tea And 12"]
+    path = tmp_path / "problems.jsonl"
+    path.write_text("".join(json.dumps({"prompt": each, "answer": "1"}) + "\n" for each in texts))
+    assert main(problems_args(path, f"load_parameters_path={folder}")) == 0
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    assert [each.ids for each in asked] == [tokenizer(text).input_ids for text in texts]
+
+
+def test_problem_that_is_too_long_is_refused_instead_of_dropped(
+    base, tmp_path, asked, capsys, caplog
+):
+    path = tmp_path / "problems.jsonl"
+    rows = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "1" * 25, "answer": "3"}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    args = problems_args(path, f"load_parameters_path={base}", "tokenizer_path=byte")
+    assert main(args) == 2
+    error = capsys.readouterr().err
+    assert "line 2: its prompt has 26 tokens" in error
+    assert "max_prefill_predict_length=24" in error
+    assert not asked
+    assert main([*args, "max_bad_records=1"]) == 0  # dropped by choice, with a warning
+    assert len(asked) == 1
+    assert "its prompt has 26 tokens" in caplog.text
 
 
 @pytest.mark.slow
