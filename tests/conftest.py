@@ -14,6 +14,8 @@ from tests.compiling import compile_fast, reuse_mlir_contexts
 
 compile_fast()
 reuse_mlir_contexts()
+# jax_cache_dir has a default, the home folder; tests use a cache only where they name one.
+jax.config.update("jax_enable_compilation_cache", False)
 
 TESTS = Path(__file__).parent
 MAPPINGS = Path("/proc/self/maps")
@@ -112,9 +114,12 @@ def light_compiler(tmp_path_factory):
     """Runs have a persistent cache of compiled programs."""
     cache = str(tmp_path_factory.getbasetemp() / "jax_cache")
     before = jax.config.jax_persistent_cache_min_compile_time_secs
+    jax.config.update("jax_enable_compilation_cache", True)
     jax.config.update("jax_compilation_cache_dir", cache)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+    compilation_cache.reset_cache()
     yield cache
+    jax.config.update("jax_enable_compilation_cache", False)
     jax.config.update("jax_compilation_cache_dir", None)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", before)
     compilation_cache.reset_cache()

@@ -3,12 +3,13 @@
 import os
 
 from maxtext.cli import arguments
-from maxtext.cli.train import check_has_data, configure_jax, open_model_checkpoint
+from maxtext.cli.train import check_has_data, open_model_checkpoint
 from maxtext.common.errors import ConfigError
 from maxtext.common.files import local_path
 from maxtext.configs import ledger, sources
 from maxtext.configs.load import base_values, peek_setting
 from maxtext.configs.provenance import Setting, Source
+from maxtext.configs.startup import configure_process
 from maxtext.models.configuration import load
 
 USAGE = "maxtext distill-logits --top-k K OUT [FILE] [key=value ...]"
@@ -29,7 +30,7 @@ def run(args: list[str]) -> int:
     config = load(path, layer, model=checkpoint.model_layer if checkpoint else None)
     ledger.refuse_unsupported_model(config, base_values())
     check_has_data(config)
-    configure_jax(config)
+    configure_process(config)
     from maxtext.trainers.distillation.write_logits import write_logits
 
     num_parts, num_rows = write_logits(config, folder, int(text), checkpoint)

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TextIO
 
-from maxtext.cli.train import configure_jax
 from maxtext.common import log, progress
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.common.hub import find_folder
@@ -170,7 +169,6 @@ def load_session(
     """
     start = time.perf_counter()
     log.configure(level=logging.WARNING)
-    configure_jax(model.config)
     from maxtext.inference import LLM
     from maxtext.tokenizers import load_tokenizer
 

@@ -20,7 +20,6 @@ from maxtext.cli.generation import (
     resolve_model,
 )
 from maxtext.common import progress, signals
-from maxtext.common.compilation_cache import use_compilation_cache
 from maxtext.common.descriptors import raise_descriptor_limit
 from maxtext.common.errors import ConfigError
 from maxtext.common.extras import require
@@ -99,7 +98,6 @@ def serve(parsed: ServeArguments, model: ResolvedModel, listener: socket.socket)
         server.start()  # probes see that the model is loading
     try:
         with signals.starting_service():
-            use_compilation_cache(model.config.jax_cache_dir)
             session = load_session(model, adapters=parsed.adapters or None)
             if parsed.options.log_requests or parsed.options.log_prompts:
                 LOGGER.setLevel(logging.INFO)

@@ -4,9 +4,11 @@ import os
 
 from maxtext.cli.train import open_model_checkpoint
 from maxtext.common.errors import ConfigError
+from maxtext.common.processes import choose_platform
 from maxtext.configs import sources
 from maxtext.configs.derive import Devices
 from maxtext.configs.load import peek_setting
+from maxtext.configs.startup import configure_compiler, configure_process, process_settings
 from maxtext.configs.types import MaxTextConfig
 from maxtext.sharding.topology import Target, disable_tpu_discovery, find_target
 from maxtext.trainers.configuration import load_run
@@ -26,6 +28,8 @@ def load_for_target(
     if topology and not num_slices:
         text = str(peek_setting("compile_topology_num_slices", path, layer, os.environ))
         num_slices = int(text) if text.isdigit() else 1
+    if not (name or topology):
+        choose_platform(process_settings(path, layer).hardware)
     target = find_target(name or str(topology), num_slices or 1)
     if target.topology:
         disable_tpu_discovery()
@@ -43,4 +47,8 @@ def load_for_target(
             f"--slices {slices} and compile_topology_num_slices="
             f"{config.compile_topology_num_slices} differ: leave one out"
         )
+    if name or topology:
+        configure_compiler(config)
+    else:
+        configure_process(config)
     return config, target

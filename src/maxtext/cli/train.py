@@ -2,17 +2,16 @@
 
 import logging
 import os
-from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 from maxtext.cli import arguments
 from maxtext.common import log, processes, signals
-from maxtext.common.compilation_cache import use_compilation_cache
 from maxtext.common.errors import ConfigError, as_config_error
 from maxtext.common.hub import find_folder
 from maxtext.common.supervise import die_with_launcher
-from maxtext.configs import fields, sources
+from maxtext.configs import sources
 from maxtext.configs.load import base_values, peek_setting
+from maxtext.configs.startup import process_settings
 from maxtext.configs.types import MaxTextConfig
 
 if TYPE_CHECKING:
@@ -57,7 +56,6 @@ def run(args: list[str]) -> int:
             "`maxtext launch --local N -- train ...`"
         )
     log.configure(world.index, world.count, logging.INFO if world.index == 0 else logging.WARNING)
-    configure_jax(config)
     processes.preallocate_gpu_memory()
     from maxtext.trainers import sample
     from maxtext.trainers.hooks import FreezeObjects
@@ -98,21 +96,6 @@ def check_has_data(config: MaxTextConfig) -> None:
         )
 
 
-def process_settings(path: str | None, overrides: sources.Layer) -> SimpleNamespace:
-    """The keys that `processes.start` reads. An invalid value is replaced by the default here:
-    `load` reports it later."""
-    settings = {}
-    for key in (
-        "hardware",
-        "jax_distributed_initialization_timeout",
-        "skip_jax_distributed_system",
-    ):
-        value = fields.normalise(key, peek_setting(key, path, overrides, os.environ))
-        is_valid = value is not None and fields.fits(key, value)
-        settings[key] = value if is_valid else getattr(base_values(), key)
-    return SimpleNamespace(**settings)
-
-
 def open_model_checkpoint(path: str | None, overrides: sources.Layer) -> "Checkpoint | None":
     """The checkpoint at load_parameters_path, whose settings define the model of the run; None if
     there is none, or if model_name defines the model."""
@@ -125,15 +108,3 @@ def open_model_checkpoint(path: str | None, overrides: sources.Layer) -> "Checkp
     with as_config_error():
         token = peek_setting("hf_access_token", path, overrides, os.environ)
         return open_checkpoint(find_folder(folder, token))
-
-
-def configure_jax(config: MaxTextConfig) -> None:
-    """Select the SPMD partitioner and the persistent compilation cache."""
-    import jax
-
-    jax.config.update("jax_use_shardy_partitioner", config.shardy)
-    if config.shard_mode.value == "explicit":
-        jax.config.update(
-            "jax_remove_size_one_mesh_axis_from_type", config.remove_size_one_mesh_axis_from_type
-        )
-    use_compilation_cache(config.jax_cache_dir)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from maxtext.common.errors import ConfigError
-from maxtext.common.processes import FULL_PROCESSES, STARTED, now
+from maxtext.common.processes import FULL_PROCESSES, STARTED, choose_platform, now
 from maxtext.configs.mesh_sizes import axis_sizes, infer_axis_sizes
 from maxtext.configs.remat import CUSTOM_TENSORS, OFFLOADED, SAVED_ON_DEVICE
 from maxtext.configs.types import DerivedValues, MaxTextConfig, Settings
@@ -28,7 +28,9 @@ class Devices:
     platform: str = ""  # cpu, gpu or tpu, if known
 
 
-def visible_devices(environ: Mapping[str, str] = os.environ) -> Devices:
+def visible_devices(hardware: str = "tpu", environ: Mapping[str, str] = os.environ) -> Devices:
+    """The devices of this machine; with hardware=cpu, its CPUs, unless JAX uses others already."""
+    choose_platform(hardware)
     import jax
 
     devices = jax.devices()

@@ -63,7 +63,7 @@ def load(
     sized = derive.with_model_sizes(checked)
     beyond = limits.problems(sized, DerivedValues.model_fields)
     raise_if_any(problems + (beyond or check_layers(sized)))
-    devices = devices or derive.visible_devices()
+    devices = devices or derive.visible_devices(checked.hardware)
     derived = derive.derive(checked, devices)
     scan_is_open = settings["scan_layers"].source.kind == "default" and not any(
         settings[key].source.is_user for key in SCAN_KEYS

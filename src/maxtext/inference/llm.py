@@ -27,6 +27,7 @@ from maxtext.common.errors import ConfigError, UserError
 from maxtext.common.hub import find_folder
 from maxtext.configs import fields
 from maxtext.configs.sources import from_python
+from maxtext.configs.startup import configure_process
 from maxtext.configs.types import MaxTextConfig
 from maxtext.inference.adapter_methods import AdapterMethods
 from maxtext.inference.adapters import AdapterSlots
@@ -151,6 +152,7 @@ class LLM(AdapterMethods):
                 "parameter_memory_host_offload=true is for training: "
                 "leave it out when text is generated"
             )
+        configure_process(config)
         template = make_template(config)
         rules = AxisRules.from_config(config, make_mesh(config))
         loaded = read_adapters(config, adapters)  # an error comes before the weights are loaded

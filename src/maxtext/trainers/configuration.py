@@ -9,6 +9,7 @@ from maxtext.configs import fields, ledger
 from maxtext.configs.derive import Devices, visible_devices
 from maxtext.configs.load import base_values, peek_setting
 from maxtext.configs.provenance import Layer, Setting, Source
+from maxtext.configs.startup import process_settings
 from maxtext.configs.types import MaxTextConfig
 from maxtext.configs.types.rl import RLHardware
 from maxtext.inference.loading import has_bfloat16_weights
@@ -30,7 +31,8 @@ def load_run(
     that do not act. In reinforcement learning the trainer may have only some of `devices`.
     """
     model = checkpoint.model_layer if checkpoint else None
-    devices = trainer_devices(path, overrides, devices or visible_devices())
+    devices = devices or visible_devices(process_settings(path, overrides).hardware)
+    devices = trainer_devices(path, overrides, devices)
     config = load(path, overrides, devices=devices, model=model)
     ledger.refuse_unsupported_model(config, base_values())
     weights = config.load_parameters_path

@@ -24,6 +24,7 @@ from maxtext.common.run_lock import RunLock
 from maxtext.common.signals import call_on_signals
 from maxtext.configs import serialize
 from maxtext.configs.rules.distillation import samples_completions
+from maxtext.configs.startup import configure_process
 from maxtext.configs.types import MaxTextConfig
 from maxtext.diagnostics.console import start_banner
 from maxtext.diagnostics.metrics import Recorder, make_writers
@@ -81,6 +82,7 @@ def train(
     """`checkpoint`: load_parameters_path, if it is open already. `hooks`: further ones. `rewards`:
     those of reinforcement learning, in place of the built-in ones. `agent`: what the model may use
     in its conversations."""
+    configure_process(config)
     folder = Path(run_folder(config))
     check_writable(folder, "base_output_directory")
     with RunLock(folder) if jax.process_index() == 0 else contextlib.nullcontext():

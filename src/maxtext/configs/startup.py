@@ -1,0 +1,53 @@
+"""The keys that configure JAX for the whole process.
+
+Every entry that compiles programs calls `configure_process`: commands, `LLM.load` and `tune.*`.
+"""
+
+import os
+from types import SimpleNamespace
+
+from maxtext.common import processes
+from maxtext.common.compilation_cache import use_compilation_cache
+from maxtext.configs import fields
+from maxtext.configs.load import base_values, peek_setting
+from maxtext.configs.provenance import Layer
+from maxtext.configs.types import MaxTextConfig
+from maxtext.configs.types.enums import ShardMode
+
+
+def process_settings(path: str | os.PathLike | None, overrides: Layer) -> SimpleNamespace:
+    """The keys that `processes.start` reads. An invalid value is replaced by the default here:
+    `load` reports it later."""
+    settings = {}
+    for key in (
+        "hardware",
+        "jax_distributed_initialization_timeout",
+        "skip_jax_distributed_system",
+    ):
+        value = fields.normalise(key, peek_setting(key, path, overrides, os.environ))
+        is_valid = value is not None and fields.fits(key, value)
+        settings[key] = value if is_valid else getattr(base_values(), key)
+    return SimpleNamespace(**settings)
+
+
+def configure_process(config: MaxTextConfig) -> None:
+    """Apply shardy, remove_size_one_mesh_axis_from_type and jax_cache_dir. Raises ConfigError if
+    JAX runs on other devices than `hardware` names.
+
+    `derive.visible_devices` selected the platform of `hardware` when the configuration was loaded,
+    unless JAX had started before.
+    """
+    processes.check_platform(config.hardware)
+    configure_compiler(config)
+
+
+def configure_compiler(config: MaxTextConfig) -> None:
+    """As `configure_process`, for programs of any machine."""
+    import jax
+
+    jax.config.update("jax_use_shardy_partitioner", config.shardy)
+    if config.shard_mode is ShardMode.EXPLICIT:
+        jax.config.update(
+            "jax_remove_size_one_mesh_axis_from_type", config.remove_size_one_mesh_axis_from_type
+        )
+    use_compilation_cache(config.jax_cache_dir, config.source("jax_cache_dir").is_user)
