@@ -20,6 +20,7 @@ TINY += ["base_num_query_heads=2", "base_num_kv_heads=1", "head_dim=16", "base_m
 TINY += ["base_num_decoder_layers=1", "vocab_size=290", "tokenizer_path=byte"]
 TINY += ["max_target_length=256", "per_device_batch_size=2", "attention=dot_product"]
 # Browsers send none of them, so they would match nothing.
+WRONG_HOSTS = ["http://page.test", "page.test/", "*.page.test", "page.test:x", "a b", "a@b"]
 WRONG_ORIGINS = ["page.test", "http://page.test/", "http://page.test/chat", "http://Page.test"]
 
 
@@ -86,6 +87,27 @@ def test_flags():
     assert parsed.overrides == ["attention=paged", "lora_input_adapters_path=lora"]
 
 
+def test_allowed_hosts(monkeypatch):
+    """The name that --host gives is one of them, and the machine's own name where others reach it;
+    no browser reaches a unix socket.
+    """
+    monkeypatch.setattr("socket.gethostname", lambda: "Box")
+    hosts = {
+        (): ("127.0.0.1",),
+        ("--host", "GPU.test"): ("gpu.test", "box"),
+        ("--host", "0.0.0.0", "--allowed-hosts", "A.test", ".b.test:81", "dtype=float32"): (
+            "a.test",
+            ".b.test:81",
+            "0.0.0.0",
+            "box",
+        ),
+        ("--uds", "s"): ("*",),
+        ("--uds", "s", "--allowed-hosts", "a.test"): ("a.test",),
+    }
+    for flags, expected in hosts.items():
+        assert parse_arguments(["m", *flags]).options.allowed_hosts == expected
+
+
 def test_names_of_adapters():
     """A key of base.yml ends them."""
     args = ["m", "--lora", "a=x/1", "B=x/2=3", "dtype=float32", "--lora=c=d", "attention=paged"]
@@ -113,6 +135,7 @@ def test_names_of_adapters():
         (["x", "--allow-lora-updates"], "both or neither"),
         (["x", "--allow-lora-updates", "--lora-root", "/nowhere"], "no folder"),
         *((["x", "--cors", origin], "takes origins") for origin in WRONG_ORIGINS),
+        *((["x", "--allowed-hosts", host], "takes names") for host in WRONG_HOSTS),
         (["x", "--root-path", "model"], "a path such as /model"),
         (["x", "--root-path", "/model/"], "a path such as /model"),
         (["x", "--api-key", "schlüssel"], "may not have"),

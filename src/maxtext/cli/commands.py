@@ -175,7 +175,9 @@ DIR                          a Hugging Face folder or org/name of its Hub, a con
 --adapter DIR                a PEFT adapter (a folder, or org/name of the Hub), or a folder of
                              adapters: each is a model of its name
 --api-key KEY ...            keys, one of which a request needs (MAXTEXT_API_KEY)
---cors ORIGIN ...            pages that may use the server from a browser (none)
+--allowed-hosts NAME ...     names of the server in addresses, besides localhost, IP addresses and
+                             --host; .NAME: and its subdomains; *: any
+--cors ORIGIN ...            pages of other origins that may use the server from a browser (none)
 --max-queue N                requests that may wait for a slot (1024)
 --request-timeout S          seconds from arrival to the last token (600); 0: no limit
 --drain-timeout S            seconds for running requests after SIGTERM (30)

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from maxtext.inference.server.model import ServedModel
 
 KEY_VARIABLE = "MAXTEXT_API_KEY"
+ALLOWED_HOST = re.compile(r"\*|(\.?[\w-]+(\.[\w-]+)*|\[[0-9a-f:]+\])(:[0-9]+)?", re.ASCII)
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s?#@A-Z]+")  # of a page; browsers send lower case
 PACKAGES = ("starlette", "uvicorn", "uvloop", "httptools", "prometheus_client")
 USELESS = {
@@ -175,7 +176,7 @@ def print_ready(parsed: ServeArguments, model: "ServedModel", listener: socket.s
         lines.append(f"defaults of generation_config.json: {settings}")
     if parsed.options.has_page and parsed.uds is None:
         lines.append(f"chat page: {address.removesuffix('v1')}")
-    is_local = parsed.uds is not None or parsed.host in ("127.0.0.1", "::1", "localhost")
+    is_local = parsed.uds is not None or is_loopback(parsed.host)
     if not is_local and not parsed.options.api_keys:
         lines.append(f"everybody who reaches {parsed.host} may use it: --api-key protects it")
     print("\n".join(lines), file=sys.stderr, flush=True)
@@ -211,19 +212,23 @@ def parse_arguments(args: list[str]) -> ServeArguments:
     tool_parser = arguments.take_option(args, "--tool-call-parser", tool_calls.PARSERS)
     reasoning_parser = arguments.take_option(args, "--reasoning-parser", reasoning.PARSERS)
     options = parse_options(args)
+    allowed_hosts = tuple(take_allowed_hosts(args))
     unknown = [arg for arg in args if arg.startswith("-") or "=" not in arg]
     if unknown:
         raise ConfigError(
             f"unknown argument {unknown[0]!r}; `maxtext serve --help` lists the flags, and settings"
             " are written key=value"
         )
+    host = host or "127.0.0.1"
+    if uds is None:
+        allowed_hosts += listened_names(host)
     names = names or [model_name(path)]
     if taken := sorted(set(names) & set(adapters)):
         raise ConfigError(f"--lora {taken[0]}=… has the name of the model: give it its own")
     return ServeArguments(
         path=path,
         overrides=args + adapter,
-        host=host or "127.0.0.1",
+        host=host,
         port=8000 if port is None else port,
         uds=uds,
         names=names,
@@ -235,7 +240,8 @@ def parse_arguments(args: list[str]) -> ServeArguments:
         reasoning_parser=reasoning_parser,
         adapters=adapters,
         tls=tls,
-        options=options,
+        # No browser reaches a unix socket, so names are the proxy's to check.
+        options=dataclasses.replace(options, allowed_hosts=allowed_hosts or ("*",)),
     )
 
 
@@ -243,7 +249,7 @@ def parse_options(args: list[str]) -> "ServerOptions":
     from maxtext.inference.logprobs import MAX_LOGPROBS
     from maxtext.inference.server.app import ServerOptions
 
-    numbers = {
+    numbers: dict[str, Any] = {
         "request_timeout": arguments.take_number(args, "--request-timeout", 0),
         "max_body": arguments.take_number(args, "--max-body", 1),
         "max_logprobs": arguments.take_number(args, "--max-logprobs", 0, MAX_LOGPROBS),
@@ -280,6 +286,29 @@ def take_origins(args: list[str]) -> list[str]:
                 f"{origin!r}"
             )
     return origins
+
+
+def take_allowed_hosts(args: list[str]) -> list[str]:
+    """The names of `--allowed-hosts NAME ...`, in lower case as browsers send them."""
+    hosts = [host.lower() for host in arguments.take_values(args, "--allowed-hosts")]
+    for host in hosts:
+        if not ALLOWED_HOST.fullmatch(host):
+            raise ConfigError(
+                "--allowed-hosts takes names such as chat.example, .example for its subdomains, "
+                f"chat.example:8443 for the origin of a page, or *, not {host!r}"
+            )
+    return hosts
+
+
+def listened_names(host: str) -> tuple[str, ...]:
+    """The names under which a server that listens on `host` is reached by default."""
+    if is_loopback(host):
+        return (host.lower(),)
+    return host.lower(), socket.gethostname().lower()
+
+
+def is_loopback(host: str) -> bool:
+    return host in ("127.0.0.1", "::1", "localhost")
 
 
 def take_root_path(args: list[str]) -> str:

@@ -358,7 +358,7 @@ def test_every_route_needs_a_key(server):
     for method, path in [*closed, *(("GET", path) for path in tricks)]:
         with socket.create_connection((address.host, address.port), timeout=10) as connection:
             path = path.replace("{name:path}", "tiny")
-            head = f"{method} {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+            head = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
             connection.sendall(f"{head}Content-Length: 0\r\n\r\n".encode())
             assert connection.recv(100).startswith(b"HTTP/1.1 401 "), path
 
@@ -390,6 +390,20 @@ def test_cors(server):
                 check_error(response, 400)
         response = bare.get("/health", headers={"Origin": "http://page.test"})
         assert "x-request-id" in response.headers["access-control-expose-headers"].lower()
+
+
+def test_foreign_pages_are_refused_with_a_key(http):
+    body = {"prompt": "w5", "max_tokens": 1}
+    for headers, code in (
+        ({"Origin": "http://evil.test"}, "origin_not_allowed"),
+        ({"Origin": "null"}, "origin_not_allowed"),
+        ({"Origin": "http://evil.test", "Host": "evil.test"}, "host_not_allowed"),
+    ):
+        check_error(http.post("/v1/completions", json=body, headers=headers), 403, code)
+    own = str(http.base_url).rstrip("/")
+    for origin in (own, "http://page.test"):
+        headers = {"Origin": origin}
+        assert http.post("/v1/completions", json=body, headers=headers).status_code == 200
 
 
 def test_metrics_count_exactly(http):

@@ -20,6 +20,7 @@ from maxtext.common.errors import UserError
 from maxtext.common.log import LOGGER
 from maxtext.inference.server.active_request import ActiveRequest
 from maxtext.inference.server.adapters import AdapterUpdates
+from maxtext.inference.server.allowed_hosts import HostMiddleware, OriginMiddleware
 from maxtext.inference.server.bodies import Body, flag, parse_body, text_field
 from maxtext.inference.server.completions_writer import CompletionsWriter
 from maxtext.inference.server.errors import NOT_FOUND, SERVER_ERROR, ApiError
@@ -33,7 +34,6 @@ from maxtext.inference.server.events import (
 from maxtext.inference.server.metrics import ServerMetrics
 from maxtext.inference.server.middleware import (
     CorsMiddleware,
-    CrossSiteMiddleware,
     KeyMiddleware,
     RequestMiddleware,
     is_request_id,
@@ -58,6 +58,7 @@ MAX_IGNORED_LOGGED = 1000
 class ServerOptions:
     api_keys: Sequence[str] = ()  # none: no key is needed
     cors_origins: Sequence[str] = ()
+    allowed_hosts: Sequence[str] = ()  # names besides localhost and IP addresses; `*`: any
     request_timeout: float = 600.0  # seconds from arrival to the last token; 0: no limit
     max_body: int = 32 * 2**20  # bytes
     max_logprobs: int = 20
@@ -106,7 +107,11 @@ def build_app(model: ServedModel, options: ServerOptions) -> Starlette:
         app.add_middleware(
             KeyMiddleware, keys=options.api_keys, protect_metrics=options.protect_metrics
         )
-    app.add_middleware(CrossSiteMiddleware, allowed_origins=options.cors_origins)
+    app.add_middleware(
+        OriginMiddleware,
+        allowed_origins=options.cors_origins,
+        allowed_hosts=options.allowed_hosts,
+    )
     if options.cors_origins:
         app.add_middleware(
             CorsMiddleware,
@@ -115,6 +120,7 @@ def build_app(model: ServedModel, options: ServerOptions) -> Starlette:
             allow_headers=["*"],
             expose_headers=["Retry-After", "X-Ignored-Fields", "X-Request-Id"],
         )
+    app.add_middleware(HostMiddleware, allowed_hosts=options.allowed_hosts)
     app.add_middleware(
         RequestMiddleware,
         engine=model.engine,

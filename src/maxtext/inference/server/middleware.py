@@ -105,30 +105,6 @@ class CorsMiddleware(CORSMiddleware):
         return error
 
 
-class CrossSiteMiddleware:
-    """Refuses POST requests of pages of other sites, except for `allowed_origins`. CORS keeps such
-    a page from reading a response, but its browser sends a form or a plain text all the same.
-    Browsers state the site in Sec-Fetch-Site, which pages cannot set.
-    """
-
-    def __init__(self, app: AsgiApp, allowed_origins: Sequence[str] = ()):
-        self.app = app
-        self.allowed_origins = allowed_origins
-
-    async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] != "POST" or self.allows(scope):
-            await self.app(scope, receive, send)
-            return
-        message = "pages of other origins may not use this server: --cors names those that may"
-        await error_response(ApiError(403, message, "permission_error"))(scope, receive, send)
-
-    def allows(self, scope: Any) -> bool:
-        headers = Headers(scope=scope)
-        if headers.get("sec-fetch-site") not in ("cross-site", "same-site"):
-            return True
-        return "*" in self.allowed_origins or headers.get("origin") in self.allowed_origins
-
-
 class KeyMiddleware:
     """Refuses requests without one of the keys, except for OPEN_PATHS. A key is a bearer token or
     the header x-api-key.
