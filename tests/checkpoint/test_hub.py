@@ -149,6 +149,19 @@ def test_refusals_of_the_hub(cache, monkeypatch, error, reason):
         hub.find_folder("org/x@r")
 
 
+def test_folders_are_left_out_except_that_of_chat_templates():
+    """By huggingface_hub's own filter of a repository's files."""
+    taken = ["config.json", "chat_template.jinja", "additional_chat_templates/tool_use.jinja"]
+    left_out = ["original/x.json", "a/x.json", "additional/x.json", "a.gguf", "onnx/a/x.json"]
+    left_out += [f"additional_chat_templates{part}/x.jinja" for part in ("2", "/y")]
+    files = huggingface_hub.utils.filter_repo_objects(
+        [*taken, *left_out],
+        allow_patterns=list(hub.MODEL_FILES),
+        ignore_patterns=hub.patterns_of_other_folders(hub.CHAT_TEMPLATES_DIR),
+    )
+    assert list(files) == taken
+
+
 def test_the_token_is_passed_on_and_never_shown(cache, monkeypatch):
     requests = []
 

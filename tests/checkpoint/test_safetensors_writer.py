@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from maxtext.checkpoint import safetensors_writer as writer
-from maxtext.checkpoint.safetensors_reader import NATIVE_STEM, SafetensorsFolder
+from maxtext.checkpoint.safetensors_reader import NATIVE_STEM, SafetensorsFolder, find_hf_assets
 from maxtext.checkpoint.safetensors_writer import (
     atomic_folder,
     plan_shards,
@@ -179,6 +179,24 @@ def test_native_folder_round_trip(tmp_path):
     )
     assert os.stat(out).st_mode & 0o777 == 0o777 & ~writer.current_umask()
     assert [path.name for path in out.parent.iterdir()] == ["out"]
+
+
+def test_copies_have_the_folder_of_additional_chat_templates(tmp_path):
+    source = tmp_path / "source"
+    folder = source / "additional_chat_templates"
+    folder.mkdir(parents=True)
+    (folder / "tool_use.jinja").write_text("tools")
+    (folder / "notes.txt").write_text("x")
+    (source / "chat_template.jinja").write_text("default")
+    write_native_folder(tmp_path / "native", Arrays(some()), TEXTS, find_hf_assets(source))
+    native_assets = find_hf_assets(tmp_path / "native" / "hugging_face")
+    write_hf_folder(tmp_path / "hf", Arrays(some()), {"config.json": "{}"}, native_assets)
+    files = {path.relative_to(tmp_path / "hf") for path in (tmp_path / "hf").rglob("*.jinja")}
+    assert set(map(str, files)) == {
+        "chat_template.jinja",
+        "additional_chat_templates/tool_use.jinja",
+    }
+    assert (tmp_path / "hf/additional_chat_templates/tool_use.jinja").read_text() == "tools"
 
 
 def test_single_native_shard_has_an_index(tmp_path):

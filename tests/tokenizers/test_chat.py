@@ -147,16 +147,83 @@ def test_reads_the_template_in_the_tokenizer_folder(bpe, tmp_path):
     assert load(bpe).source == CHATML
     shutil.copytree(bpe, tmp_path, dirs_exist_ok=True)
     settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
-    settings["chat_template"] = [
-        {"name": "tool_use", "template": "x"},
-        {"name": "default", "template": "of the list"},
-    ]
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    assert load(tmp_path).source == "of the list"
     (tmp_path / "chat_template.json").write_text('{"chat_template": "of the file"}')
+    assert load(tmp_path).source == CHATML  # transformers' processors alone read the file
+    del settings["chat_template"]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     assert load(tmp_path).source == "of the file"
     (tmp_path / "chat_template.jinja").write_text("of the jinja file")
     assert load(tmp_path).source == "of the jinja file"
+
+
+NAMED = {
+    "default": "D{{ messages[0].content }}",
+    "tool_use": "T{{ messages[0].content }}{{ tools | tojson }}",
+    "rag": "R{{ messages[0].content }}",
+}
+TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {}}}
+SEVERAL = {  # files of a tokenizer's folder
+    "folder": {
+        "chat_template.jinja": NAMED["default"],
+        **{f"additional_chat_templates/{n}.jinja": NAMED[n] for n in ("tool_use", "rag")},
+    },
+    "list": {"chat_template": [{"name": n, "template": t} for n, t in NAMED.items()]},
+    "file and list": {
+        "chat_template.jinja": "file",
+        "chat_template": [{"name": n, "template": t} for n, t in NAMED.items()],
+    },
+    "folder and entry": {
+        "additional_chat_templates/default.jinja": NAMED["default"],
+        "additional_chat_templates/tool_use.jinja": NAMED["tool_use"],
+        "chat_template": "entry",
+    },
+    "processor": {
+        "chat_template.json": json.dumps({"chat_template": "older"}),
+        "chat_template": NAMED["default"],
+    },
+}
+
+
+@pytest.fixture(params=SEVERAL)
+def several(request, bpe, tmp_path):
+    """A tokenizer's folder with several templates."""
+    shutil.copytree(bpe, tmp_path, dirs_exist_ok=True)
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    settings.pop("chat_template")
+    for name, value in SEVERAL[request.param].items():
+        if name == "chat_template":
+            settings[name] = value
+        else:
+            (tmp_path / name).parent.mkdir(exist_ok=True)
+            (tmp_path / name).write_text(value)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    return tmp_path
+
+
+@pytest.mark.parametrize("tools", [None, [], [TOOL]])
+@pytest.mark.parametrize("name", [None, "rag", "tool_use", "default", "{{ 1 }}"])
+def test_chooses_among_several_templates_as_transformers(several, name, tools):
+    transformers = pytest.importorskip("transformers")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(several)
+    chat = [{"role": "user", "content": "q"}]
+    expected = tokenizer.apply_chat_template(chat, tools, chat_template=name, tokenize=False)
+    template = load(several, *([f"chat_template={name}"] if name else []))
+    assert template.render(chat, variables={} if tools is None else {"tools": tools}) == expected
+
+
+def test_several_templates_without_a_default_need_a_name(bpe, tmp_path):
+    shutil.copytree(bpe, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "additional_chat_templates").mkdir()
+    for name in ("rag", "tool_use"):
+        (tmp_path / "additional_chat_templates" / f"{name}.jinja").write_text(NAMED[name])
+    with pytest.raises(ConfigError, match="rag, tool_use, and none is called default"):
+        load(tmp_path)
+    assert load(tmp_path, "chat_template=rag").source == NAMED["rag"]
+
+
+def test_invalid_template_of_several_is_reported():
+    with pytest.raises(ConfigError, match="not valid Jinja"):
+        ChatTemplate("fine", "test", tool_use="{% if %}")
 
 
 def test_reads_the_template_next_to_a_sentencepiece_model(sentencepiece_file, tmp_path):

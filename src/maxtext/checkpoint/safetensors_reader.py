@@ -17,6 +17,7 @@ import numpy as np
 from maxtext.checkpoint.tensors import DTYPES, TensorInfo
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.common.files import read_json_object
+from maxtext.common.hub import CHAT_TEMPLATES_DIR
 
 # The stems of file names in Hugging Face folders and in native folders
 HF_STEM, NATIVE_STEM = "model", "weights"
@@ -222,12 +223,19 @@ def explain_missing_weights(path: Path, stem: str) -> str:
 
 
 def find_hf_assets(path: str | os.PathLike) -> list[Path]:
-    """The files of a model folder other than weights and code: its configuration, its
-    tokenizer.
+    """The files of a model folder other than weights and code: its configuration, its tokenizer
+    with its chat templates.
     """
+    folder = Path(path)
     files = (
         file
-        for file in sorted(Path(path).iterdir())
+        for file in sorted([*folder.iterdir(), *folder.glob(f"{CHAT_TEMPLATES_DIR}/*.jinja")])
         if file.is_file() and not file.name.startswith(".")
     )
     return [file for file in files if not file.name.endswith((*WEIGHT_SUFFIXES, ".py"))]
+
+
+def hf_asset_name(file: Path) -> str:
+    """The path of one of `find_hf_assets` within its model folder."""
+    in_folder = file.parent.name == CHAT_TEMPLATES_DIR
+    return f"{CHAT_TEMPLATES_DIR}/{file.name}" if in_folder else file.name

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from maxtext.checkpoint.safetensors_reader import HF_STEM, NATIVE_STEM
+from maxtext.checkpoint.safetensors_reader import HF_STEM, NATIVE_STEM, hf_asset_name
 from maxtext.checkpoint.tensors import DTYPE_NAMES, Progress, TensorInfo, TensorStream
 from maxtext.common.errors import UserError
 from maxtext.common.files import current_umask, local_path, sync_directory
@@ -40,7 +40,7 @@ def write_native_folder(
     """Write a folder of native weights: shards and their index, `texts` by file name (config.yml),
     and in hugging_face/ copies of the files that came with the model.
     """
-    files = {f"hugging_face/{file.name}": file for file in hf_assets}
+    files = {f"hugging_face/{hf_asset_name(file)}": file for file in hf_assets}
     write_folder(out, weights, NATIVE_STEM, texts, files, shard_bytes, progress)
 
 
@@ -55,7 +55,7 @@ def write_hf_folder(
     """Write a folder that Hugging Face's libraries load: model.safetensors, or shards with their
     index, `texts` by file name (config.json), and copies of `hf_assets`.
     """
-    files = {file.name: file for file in hf_assets}
+    files = {hf_asset_name(file): file for file in hf_assets}
     write_folder(out, tensors, HF_STEM, texts, files, shard_bytes, progress)
 
 
@@ -72,7 +72,7 @@ def write_folder(
     written_bytes = 0
     with atomic_folder(out, total_bytes) as folder:
         for name in {**files, **texts}:
-            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
         for name, file in files.items():
             shutil.copyfile(file, folder / name)
         for name, text in texts.items():  # replaces a file of that name

@@ -143,7 +143,7 @@ def build_model(parsed: ServeArguments, session: GenerationSession) -> "ServedMo
     template = chat_template(session.config, session.tokenizer)
     if template is not None:  # messages of errors name no path
         template = dataclasses.replace(template, origin="this model")
-    source = template.source if template else ""
+    source = "".join(template.sources) if template else ""
     defaults = read_sampling_defaults(session.llm) if parsed.uses_generation_config else {}
     if session.config.enable_model_warmup:  # loading warms up the sampling of the keys
         session.llm.warm_up(SamplingParams(**{"temperature": DEFAULT_TEMPERATURE} | defaults))

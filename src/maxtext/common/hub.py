@@ -18,6 +18,7 @@ from maxtext.common.files import local_path
 NAME = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@(\w[\w./-]*))?")
 # What models and their tokenizers are read from; `download` leaves out folders of other formats.
 MODEL_FILES = ("*.json", "*.safetensors", "*.model", "*.tiktoken", "*.jinja")
+CHAT_TEMPLATES_DIR = "additional_chat_templates"  # the folder of a model's named chat templates
 
 
 def is_hub_name(text: str) -> bool:
@@ -57,13 +58,21 @@ def download(name: str, patterns: Sequence[str], access_token: str | None, prefi
             repository,
             revision=revision,
             allow_patterns=list(patterns),
-            ignore_patterns=["*/*"],
+            ignore_patterns=patterns_of_other_folders(CHAT_TEMPLATES_DIR),
             token=access_token or None,
         )
     except Exception as error:  # network, cache, permissions: no common base class
         reason = failure_reason(library, error, repository, revision)
         raise ConfigError(f"{prefix}{reason}") from error
     return Path(folder)
+
+
+def patterns_of_other_folders(name: str) -> list[str]:
+    """Patterns, in which `*` also matches slashes, of all files in folders except those directly in
+    the folder `name`.
+    """
+    others = [f"{name[:i]}[!{letter}]*/*" for i, letter in enumerate(name)]
+    return [*others, *(f"{name[:i]}/*" for i in range(len(name))), f"{name}[!/]*/*", f"{name}/*/*"]
 
 
 def failure_reason(library: Any, error: Exception, repository: str, revision: str | None) -> str:

@@ -19,7 +19,8 @@ from maxtext.input_pipeline.formats import Record, UnusableRecord
 from maxtext.input_pipeline.formatting import call_user_function, load_function
 from maxtext.input_pipeline.interface import Split
 from maxtext.input_pipeline.row_forms import Message
-from maxtext.tokenizers import Tokenizer, chat_template
+from maxtext.tokenizers import Tokenizer
+from maxtext.tokenizers import chat_template as find_chat_template
 
 TEMPLATE, SYSTEM_PROMPT = "TEMPLATE", "SYSTEM_PROMPT"
 PROCESS_DATA = "process_data"
@@ -87,7 +88,8 @@ class ProcessorTokenizer:
 
     def __init__(self, config: MaxTextConfig, tokenizer: Tokenizer):
         self.tokenizer = tokenizer
-        self.template = chat_template(config, tokenizer)
+        self.config = config
+        self.template = find_chat_template(config, tokenizer)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.tokenizer, name)
@@ -97,14 +99,20 @@ class ProcessorTokenizer:
         conversation: Sequence[Message],
         tokenize: bool = True,
         add_generation_prompt: bool = False,
+        chat_template: str | None = None,
         **variables: Any,
     ) -> str | list[int]:
-        if self.template is None:
+        """`chat_template`: a template, or the name of one of the tokenizer's."""
+        template = self.template
+        if chat_template is not None:
+            changes = {"chat_template": chat_template, "chat_template_path": ""}
+            template = find_chat_template(self.config.model_copy(update=changes), self.tokenizer)
+        if template is None:
             raise ConfigError(
                 f"{PROCESS_DATA} uses a chat template, and the tokenizer {self.tokenizer.name} has "
                 "none: set chat_template"
             )
-        text = self.template.render(
+        text = template.render(
             conversation, add_generation_prompt=add_generation_prompt, variables=variables
         )
         return self.tokenizer.encode_with_specials(text) if tokenize else text

@@ -96,7 +96,7 @@ def tokenize_chat(
 
     Raises UserError if the template fails.
     """
-    if template.marks_generation:
+    if template.marks_generation(variables):
         whole, spans = marked_spans(template, tokenizer, messages, variables, first_turn)
     else:
         whole, spans = prefix_spans(template, tokenizer, messages, variables, first_turn)

@@ -25,7 +25,7 @@ from maxtext.common.errors import ConfigError, UserError
 from maxtext.configs.types import MaxTextConfig
 from maxtext.tokenizers.interface import Tokenizer
 from maxtext.tokenizers.templates import RenderedTemplate, TemplateFailure, run_template
-from maxtext.tokenizers.tokenizer_config import chat_template_entry, read_json
+from maxtext.tokenizers.tokenizer_config import ChatTemplateSource, chat_template_entry, read_json
 
 Messages = Sequence[Mapping[str, Any]]
 # Names of a message's reasoning, which rows and templates choose differently
@@ -50,25 +50,37 @@ class TemplateRefusal(UserError):
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """`origin`: where the template comes from, for error messages."""
+    """`origin`: where the template comes from, for error messages. `tool_use`: the template of
+    conversations with tools, if it is another.
+    """
 
     source: str
     origin: str
     special_tokens: Mapping[str, str] = field(default_factory=dict)
+    tool_use: str | None = None
 
     def __post_init__(self) -> None:
-        try:
-            run_template(self.source, [])
-        except TemplateFailure as error:
-            line = f", line {error.line}" if error.line else ""
-            raise ConfigError(
-                f"the chat template of {self.origin}{line} is not valid Jinja: {error}"
-            ) from error
+        for source in self.sources:
+            try:
+                run_template(source, [])
+            except TemplateFailure as error:
+                line = f", line {error.line}" if error.line else ""
+                raise ConfigError(
+                    f"the chat template of {self.origin}{line} is not valid Jinja: {error}"
+                ) from error
 
     @property
-    def marks_generation(self) -> bool:
+    def sources(self) -> tuple[str, ...]:
+        return (self.source,) if self.tool_use is None else (self.source, self.tool_use)
+
+    def source_for(self, variables: Mapping[str, Any] | None) -> str:
+        """The Jinja text of conversations with these variables."""
+        has_tools = (variables or {}).get("tools") is not None
+        return self.source if self.tool_use is None or not has_tools else self.tool_use
+
+    def marks_generation(self, variables: Mapping[str, Any] | None = None) -> bool:
         """Whether the template marks the model's turns with `{% generation %}`."""
-        return GENERATION_TAG.search(self.source) is not None
+        return GENERATION_TAG.search(self.source_for(variables)) is not None
 
     def render(
         self,
@@ -121,7 +133,7 @@ class ChatTemplate:
             for messages, is_prompt in conversations
         ]
         try:
-            rendered = run_template(self.source, variable_sets, wants_spans)
+            rendered = run_template(self.source_for(variables), variable_sets, wants_spans)
         except TemplateFailure as error:
             raise self.refusal(conversations[0][0], error) from error
         return [
@@ -137,19 +149,24 @@ class ChatTemplate:
 
 
 def chat_template(config: MaxTextConfig, tokenizer: Tokenizer) -> ChatTemplate | None:
-    """The template of the configuration, else the tokenizer's own, else None.
+    """The template of the configuration, else the tokenizer's own, else None. `chat_template` may
+    be the name of one of several templates of the tokenizer.
 
     Raises ConfigError if there is none and `use_chat_template` is set.
     """
-    source, origin = tokenizer.chat_template, tokenizer.name
-    if config.chat_template:
-        source, origin = config.chat_template, "chat_template"
+    templates, origin = tokenizer.chat_template, tokenizer.name
+    name = None
+    if isinstance(templates, Mapping) and config.chat_template in templates:
+        name = config.chat_template
+    elif config.chat_template:
+        templates, origin = config.chat_template, "chat_template"
     elif config.chat_template_path:
         template = read_template(Path(config.chat_template_path).expanduser(), config.use_grpo)
         if template is not None:
-            source, origin = template, config.chat_template_path
-    if source is not None:
-        return ChatTemplate(source, origin, tokenizer.special_tokens)
+            templates, origin = template, config.chat_template_path
+    if templates is not None:
+        source, tool_use = select_templates(templates, origin, name)
+        return ChatTemplate(source, origin, tokenizer.special_tokens, tool_use)
     if config.use_chat_template:
         raise ConfigError(
             f"use_chat_template=true, but the tokenizer {tokenizer.name} has no chat template: "
@@ -158,7 +175,25 @@ def chat_template(config: MaxTextConfig, tokenizer: Tokenizer) -> ChatTemplate |
     return None
 
 
-def read_template(path: Path, may_be_prompt: bool | None = False) -> str | None:
+def select_templates(
+    templates: str | Mapping[str, str], origin: str, name: str | None
+) -> tuple[str, str | None]:
+    """(source, tool_use) of a `ChatTemplate`, as transformers chooses among several templates: the
+    one called `name`, else `default`, and `tool_use` for conversations with tools.
+    """
+    if isinstance(templates, str):
+        return templates, None
+    if name is not None:
+        return templates[name], None
+    if "default" not in templates:
+        raise ConfigError(
+            f"{origin} has the chat templates {', '.join(sorted(templates))}, and none is called "
+            f"default: choose one, for example with chat_template={min(templates)}"
+        )
+    return templates["default"], templates.get("tool_use")
+
+
+def read_template(path: Path, may_be_prompt: bool | None = False) -> ChatTemplateSource:
     """A Jinja file, or a JSON file with an entry chat_template like tokenizer_config.json.
     `may_be_prompt`: None for a file whose entry TEMPLATE is that of prompts alone.
     """

@@ -10,6 +10,7 @@ FILES = [
     "special_tokens_map.json",
     "chat_template.jinja",
     "chat_template.json",
+    f"{hub.CHAT_TEMPLATES_DIR}/*.jinja",
     "tokenizer.model",
     "spiece.model",
     "tiktoken.model",

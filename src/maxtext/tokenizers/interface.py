@@ -11,6 +11,7 @@ from typing import Protocol
 import numpy as np
 
 from maxtext.tokenizers.boundaries import BoundaryDetector
+from maxtext.tokenizers.tokenizer_config import ChatTemplateSource
 
 
 class Tokenizer(Protocol):
@@ -44,8 +45,10 @@ class Tokenizer(Protocol):
         """The texts of bos_token, eos_token …, as chat templates use them."""
 
     @property
-    def chat_template(self) -> str | None:
-        """The template that came with the vocabulary, as Jinja text."""
+    def chat_template(self) -> ChatTemplateSource:
+        """The template that came with the vocabulary, as Jinja text; if there are several, by
+        name.
+        """
 
     def encode(self, text: str) -> list[int]: ...
 

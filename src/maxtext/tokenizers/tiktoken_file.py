@@ -26,7 +26,11 @@ from maxtext.tokenizers.text_utils import (
     replace_surrogates,
 )
 from maxtext.tokenizers.tiktoken_encodings import ENDOFTEXT, EncodingSpec, encoding_spec
-from maxtext.tokenizers.tokenizer_config import read_chat_template, read_tokenizer_config
+from maxtext.tokenizers.tokenizer_config import (
+    ChatTemplateSource,
+    read_chat_template,
+    read_tokenizer_config,
+)
 
 RANK_LINE = re.compile(rb"[A-Za-z0-9+/]+=* \d+")
 # Longer runs of white space are split: the library's regex engine overflows on a few hundred
@@ -36,7 +40,7 @@ MAX_WHITESPACE_RUN = 100_000
 
 class TiktokenTokenizer:
     kind = "tiktoken"
-    chat_template: str | None = None
+    chat_template: ChatTemplateSource = None
 
     def __init__(self, path: Path | str, quiet: bool = False):
         """`path`: a file as a Path, or the name of a published encoding as a str. `quiet`

@@ -1,13 +1,19 @@
 """The files that Hugging Face puts next to a vocabulary: special tokens and the chat template.
 
-tokenizer_config.json, else special_tokens_map.json, names the special tokens. The chat template is
-chat_template.jinja, else chat_template.json, else an entry of tokenizer_config.json.
+tokenizer_config.json, else special_tokens_map.json, names the special tokens. Chat templates are
+found as by transformers' AutoTokenizer: chat_template.jinja and additional_chat_templates/*.jinja,
+else an entry of tokenizer_config.json, which is a template or a list of templates with names. If
+there is none, chat_template.json of older processors has one.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from maxtext.common.files import read_json_object
+from maxtext.common.hub import CHAT_TEMPLATES_DIR
+
+ChatTemplateSource = str | Mapping[str, str] | None  # one template, or several by name
 
 
 def read_tokenizer_config(folder: Path) -> dict[str, Any]:
@@ -31,24 +37,39 @@ def special_token_texts(tokenizer_config: dict[str, Any]) -> dict[str, str]:
     return {key: text for key, text in texts.items() if isinstance(text, str)}
 
 
-def read_chat_template(folder: Path, tokenizer_config: dict[str, Any]) -> str | None:
-    """The chat template of a tokenizer's folder, or None."""
-    path = folder / "chat_template.jinja"
-    if path.is_file():
-        return path.read_text(encoding="utf-8", errors="replace")
-    return chat_template_entry(read_json(folder / "chat_template.json")) or chat_template_entry(
-        tokenizer_config
-    )
+def read_chat_template(folder: Path, tokenizer_config: dict[str, Any]) -> ChatTemplateSource:
+    """The chat template of a tokenizer's folder, or templates by name, or None."""
+    templates = {}
+    default = folder / "chat_template.jinja"
+    if default.is_file():
+        templates["default"] = read_jinja(default)
+    for path in sorted((folder / CHAT_TEMPLATES_DIR).glob("*.jinja")):
+        templates[path.name.removesuffix(".jinja")] = read_jinja(path)
+    if templates:
+        return templates["default"] if templates.keys() == {"default"} else templates
+    template = chat_template_entry(tokenizer_config)
+    if template is None:
+        return chat_template_entry(read_json(folder / "chat_template.json"))
+    return template
 
 
-def chat_template_entry(record: dict[str, Any]) -> str | None:
-    """The entry chat_template: a string, or a list of named templates, of which "default"."""
+def read_jinja(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace")
+
+
+def chat_template_entry(record: dict[str, Any]) -> ChatTemplateSource:
+    """The entry chat_template: a string, or templates with names as a list or an object."""
     template = record.get("chat_template")
+    if isinstance(template, str):
+        return template
     if isinstance(template, list):
-        by_name = {
-            entry.get("name"): entry.get("template")
-            for entry in template
-            if isinstance(entry, dict)
-        }
-        template = by_name.get("default")
-    return template if isinstance(template, str) else None
+        entries = [entry for entry in template if isinstance(entry, dict)]
+        template = {entry.get("name"): entry.get("template") for entry in entries}
+    if not isinstance(template, dict):
+        return None
+    named = {
+        name: source
+        for name, source in template.items()
+        if isinstance(name, str) and isinstance(source, str)
+    }
+    return named or None

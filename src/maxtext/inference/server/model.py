@@ -110,7 +110,9 @@ class ServedModel:
                 f"chat_template_kwargs may not set {names[0]}", "chat_template_kwargs"
             )
         variables = {**self.template_defaults, **variables}
-        if DEVELOPER not in template.source:  # most templates would leave the message out
+        if DEVELOPER not in template.source_for(
+            variables
+        ):  # most templates would leave the message out
             messages = [
                 {**message, "role": "system"} if message["role"] == DEVELOPER else message
                 for message in messages

@@ -82,7 +82,7 @@ class AgenticSampler:
                     "none: set chat_template_path"
                 )
             template = ChatTemplate("", tokenizer.name)
-        self.call_format = call_format(template.source) if tools else "none"
+        self.call_format = call_format("".join(template.sources)) if tools else "none"
         self.runner = ConversationRunner(
             TurnTokens(
                 template,
