@@ -171,6 +171,8 @@ BAD = {
     '{"prompt": "a", "logit_bias": {"x": 1}}': "no token id",
     '{"prompt": "a", "logit_bias": {"5": 101}}': "must be a number from -100 to 100, not 101",
     '{"prompt": "a", "logit_bias": [5]}': "logit_bias must be an object",
+    '{"prompt": "a", "allowed_token_ids": []}': "allowed_token_ids is empty",
+    '{"prompt": "a", "bad_words": [5]}': "bad_words must be a text or a list of texts",
     '{"prompt": "a", "min_tokens": -1}': "min_tokens=-1 must be a whole number of at least 0",
     '{"prompt": "a", "ignore_eos": 1}': "ignore_eos must be true or false, not 1",
     '{"prompt": "a", "stop_token_ids": 5}': "stop_token_ids must be a list of token ids, not 5",

@@ -74,6 +74,15 @@ def test_tokens_that_end_a_sequence_are_excluded_before_min_tokens(logits):
         assert excluded == (list(stop_ids) if count < 2 else [])
 
 
+def test_only_allowed_tokens_remain(logits):
+    """As transformers' `prefix_allowed_tokens_fn`."""
+    allowed = [4, 9, 31]
+    processor = transformers.PrefixConstrainedLogitsProcessor(lambda batch, ids: allowed, 1)
+    expected = processor(torch.tensor([PROMPT + OUTPUT]), torch.tensor(logits[None]))[0].numpy()
+    params = SamplingParams(allowed_token_ids=allowed)
+    np.testing.assert_array_equal(processed(logits, params), expected)
+
+
 @pytest.mark.parametrize("min_p", [0.02, 0.3, 1.0])
 @pytest.mark.parametrize(("temperature", "top_k"), [(1.0, 0), (2.0, 6)])
 def test_min_p(logits, min_p, temperature, top_k):
@@ -103,6 +112,7 @@ OPTIONS = [
     {"frequency_penalty": 1.5, "presence_penalty": 0.7},
     {"repetition_penalty": 1.6},
     {"logit_bias": {9: 4.0, 12: -100.0}},
+    {"allowed_token_ids": tuple(range(0, 61, 3))},
     {"repetition_penalty": 1.2, "frequency_penalty": 0.5, "logit_bias": {1: 100}, "min_tokens": 5},
 ]
 
@@ -121,6 +131,8 @@ def reference_greedy(model, prompt, count, options, end):
         logits[seen] = np.where(logits[seen] > 0, logits[seen] / penalty, logits[seen] * penalty)
         counts = np.bincount(new, minlength=len(logits)) if new else np.zeros(len(logits))
         logits -= params.frequency_penalty * counts + params.presence_penalty * (counts > 0)
+        if params.allowed_token_ids is not None:
+            logits[np.setdiff1d(np.arange(len(logits)), params.allowed_token_ids)] = -np.inf
         if len(new) < params.min_tokens:
             logits[end] = -np.inf
         new.append(int(logits.argmax()))

@@ -36,6 +36,7 @@ def check(records, token_ids, rows, count):
     for record, token, row in zip(records, token_ids, rows, strict=True):
         np.testing.assert_allclose(record.logprob, row[token], atol=1e-4)
         assert record.top[token] == record.logprob  # the same number, bit for bit
+        assert record.rank == int((row > row[token]).sum()) + 1
         likely = np.argsort(-row)[:count]
         assert set(record.top) == {*likely.tolist(), token}
         top = sorted(record.top.values(), reverse=True)[:count]

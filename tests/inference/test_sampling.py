@@ -117,6 +117,13 @@ def test_frequencies(name):
     assert chance(counted, exact(LOGITS, near)) < RARE
 
 
+@pytest.mark.parametrize("top_k", [len(LOGITS), len(LOGITS) + 1, 2**31, 2**70])
+def test_top_k_above_the_vocabulary_is_all_of_it(top_k):
+    params = SamplingParams(1.0, top_k=top_k)
+    drawn = tokens(LOGITS, [params] * FEW)
+    np.testing.assert_array_equal(drawn, tokens(LOGITS, [SamplingParams(1.0)] * FEW))
+
+
 def test_top_p_applies_to_the_tokens_that_top_k_keeps():
     """Shares 0.4, 0.3, 0.2, 0.1. Of the first two 0.5 is the first alone (4/7); of all four it
     would be both.

@@ -33,6 +33,8 @@ SAMPLING_FIELDS = (
     "include_stop_str_in_output",
     "skip_special_tokens",
     "n",
+    "allowed_token_ids",
+    "bad_words",
     "structured_outputs",
 )
 FIELDS = (

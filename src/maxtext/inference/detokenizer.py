@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from maxtext.common.sequences import common_prefix_length
 from maxtext.inference.requests import ReasoningSpan
 from maxtext.tokenizers import Tokenizer
 
@@ -190,11 +191,3 @@ class Detokenizer:
 def is_blank(text: str) -> bool:
     """Whether a text is empty or spaces only, which a decoder may drop at the beginning."""
     return not text.strip(" ")
-
-
-def common_prefix_length(first: str, second: str) -> int:
-    """The number of characters with which both texts begin."""
-    pairs = zip(first, second, strict=False)
-    return next(
-        (index for index, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second))
-    )

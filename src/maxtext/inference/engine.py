@@ -16,6 +16,7 @@ import jax
 
 from maxtext.inference import shapes
 from maxtext.inference.adapters import LoadedAdapter
+from maxtext.inference.bad_words import TokenMatcher
 from maxtext.inference.batches import (
     MAX_DECODE_STEPS,
     STATIC_DECODE_STEPS,
@@ -30,7 +31,7 @@ from maxtext.inference.cache_config import (
 )
 from maxtext.inference.engine_state import NO_TOKEN, NONFINITE_LOGITS, Sampled
 from maxtext.inference.executor import Executor
-from maxtext.inference.grammar import FAILURE, GrammarMatcher
+from maxtext.inference.grammar import FAILURE
 from maxtext.inference.logprobs import Logprobs, TokenLogprobs, to_host
 from maxtext.inference.programs import Programs
 from maxtext.inference.requests import GenerationRequest
@@ -165,7 +166,7 @@ class InferenceEngine:
         request_id: int,
         request: GenerationRequest,
         adapter: LoadedAdapter | None = None,
-        grammar: GrammarMatcher | None = None,
+        grammar: TokenMatcher | None = None,
     ) -> None:
         """Queue a request of token ids that `reject_reason` does not reject. `adapter` is the one
         that the request names, or None; `grammar` constrains the tokens, and belongs to the

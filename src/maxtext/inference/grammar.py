@@ -33,7 +33,7 @@ MAX_REASON = 300  # characters of an error
 MAX_GRAMMAR_SIZE = 20_000  # symbols; a property that is not required has about nine
 MAX_COMPILING = 4  # grammars at a time
 COMPILE_SECONDS = 10.0  # that a request waits for its grammar
-FAILURE = "the grammar of the request cannot be followed"  # while tokens are sampled
+FAILURE = "the constraints of the request cannot be followed"  # while tokens are sampled
 # One blank at most between the parts of a JSON text: with any number of them, a weak model would
 # write blanks up to its limit.
 JSON_OPTIONS = {"whitespace_pattern": " ?"}

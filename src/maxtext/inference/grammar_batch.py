@@ -1,4 +1,4 @@
-"""The rows of a batch whose tokens a grammar constrains, on the device.
+"""The rows of a batch whose tokens a grammar or bad words constrain, on the device.
 
 A constrained row samples its first token of a program from the tokens of its mask. If the row is
 speculative, it samples further tokens as if it were free, and the host keeps those that the grammar
@@ -17,7 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxtext.inference import sequence
-from maxtext.inference.grammar import WORD_BITS, fill_masks
+from maxtext.inference.bad_words import fill_token_masks
+from maxtext.inference.grammar import WORD_BITS
 from maxtext.inference.sampling_params import SamplingMode, SamplingParams
 
 INACTIVE = -1  # in place of a position: the slot has nothing to decode
@@ -53,7 +54,7 @@ class GrammarBatch:
         if not matchers:
             return None
         mask = np.full((rows, matchers[0].num_words), ALL_TOKENS, np.uint32)
-        fill_masks(matchers, list(rows_of), mask)
+        fill_token_masks(matchers, list(rows_of), mask)
         constrained, speculative = np.zeros(rows, bool), np.zeros(rows, bool)
         token_ids, positions = np.zeros(rows, np.int32), np.full(rows, INACTIVE, np.int32)
         for index, seq in rows_of.items():

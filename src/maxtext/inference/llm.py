@@ -31,6 +31,7 @@ from maxtext.configs.startup import configure_process
 from maxtext.configs.types import MaxTextConfig
 from maxtext.inference.adapter_methods import AdapterMethods
 from maxtext.inference.adapters import AdapterSlots
+from maxtext.inference.bad_words import build_matcher
 from maxtext.inference.cache_config import MAX_CACHE_FRACTION, fit_slots
 from maxtext.inference.engine import InferenceEngine
 from maxtext.inference.grammar import GrammarCompiler
@@ -369,7 +370,8 @@ class LLM(AdapterMethods):
         grammar = None
         if constraint is not None:
             grammar = self.grammars.matcher(StructuredOutputs.parse(constraint))
-        return PreparedRequest(prepared, request, adapter, grammar)
+        matcher = build_matcher(request.params, grammar, self.tokenizer, self.config.vocab_size)
+        return PreparedRequest(prepared, request, adapter, matcher)
 
     def engine_for(self, slots: int, length: int) -> InferenceEngine:
         """The engine for `slots` sequences of up to `length` tokens at a time. It is reused, with

@@ -1,4 +1,4 @@
-"""Logits processors: penalties, biases and minimum lengths, applied to logits before sampling.
+"""Logits processors: penalties, biases, minimum lengths and allowed tokens, before sampling.
 
 Each slot has a row of per-token state on the device, which a program updates as it samples, so
 decode programs of several steps need no host in between. The state exists once a request uses a
@@ -16,7 +16,7 @@ import numpy as np
 from maxtext.inference.sampling import BatchedSamplingParams
 from maxtext.inference.sequence import Sequence
 
-IN_PROMPT, ENDS_SEQUENCE = 1, 2  # flags of a token
+IN_PROMPT, ENDS_SEQUENCE, EXCLUDED = 1, 2, 4  # flags of a token
 
 
 @jax.tree_util.register_dataclass
@@ -45,6 +45,10 @@ class ProcessorState:
         flags = np.zeros(vocab_size, np.uint8)
         flags[list(prompt_ids)] |= IN_PROMPT
         flags[[token for token in params.stop_token_ids if token < vocab_size]] |= ENDS_SEQUENCE
+        if params.allowed_token_ids is not None:
+            is_allowed = np.zeros(vocab_size, bool)
+            is_allowed[list(params.allowed_token_ids)] = True
+            flags[~is_allowed] |= EXCLUDED
         bias = np.zeros(vocab_size, np.float32)
         bias[list(params.logit_bias)] = list(params.logit_bias.values())
         return cls(
@@ -87,5 +91,6 @@ def process_logits(
     processed -= params.presence_penalty[:, None] * (counts > 0)
     too_early = (positions < params.min_position)[:, None]
     is_excluded = too_early & (state.flags & ENDS_SEQUENCE > 0)
+    is_excluded |= state.flags & EXCLUDED > 0
     processed = jnp.where(is_excluded, -jnp.inf, processed)
     return jnp.where(params.has_processors[:, None], processed, logits)

@@ -25,10 +25,11 @@ class Logprobs:
     token: Any  # [...] float32
     top_ids: Any  # [..., K] int32, the most likely first
     top: Any  # [..., K] float32
+    rank: Any  # [...] int32, of the token: how many tokens are at least as likely
 
     def column(self, index: int) -> "Logprobs":
         """Of positions [T, B]: those of one row, [T]."""
-        return Logprobs(self.token[:, index], self.top_ids[:, index], self.top[:, index])
+        return jax.tree.map(lambda x: x[:, index], self)
 
     @classmethod
     def zeros(cls, shape: tuple[int, ...], count: int) -> "Logprobs":
@@ -36,6 +37,7 @@ class Logprobs:
             token=jnp.zeros(shape, jnp.float32),
             top_ids=jnp.zeros((*shape, count), jnp.int32),
             top=jnp.zeros((*shape, count), jnp.float32),
+            rank=jnp.zeros(shape, jnp.int32),
         )
 
 
@@ -47,6 +49,7 @@ class TokenLogprobs:
 
     logprob: float
     top: Mapping[int, float]
+    rank: int = 0  # how many tokens are at least as likely: 1 for the most likely one
 
 
 def program_count(counts: Iterable[int | None], vocab_size: int) -> int:
@@ -65,7 +68,8 @@ def compute_logprobs(logits: jax.Array, token_ids: jax.Array, count: int) -> Log
     top, top_ids = jax.lax.top_k(logprobs, count)
     index = jnp.maximum(token_ids, 0)[..., None]
     token = jnp.take_along_axis(logprobs, index, axis=-1)[..., 0]
-    return Logprobs(token, top_ids.astype(jnp.int32), top)
+    rank = jnp.sum(logprobs >= token[..., None], axis=-1, dtype=jnp.int32)
+    return Logprobs(token, top_ids.astype(jnp.int32), top=top, rank=rank)
 
 
 def prompt_logprobs(
@@ -100,9 +104,14 @@ def prompt_logprobs(
 
 def to_host(logprobs: Logprobs, token_ids: Iterable[int], count: int) -> list[TokenLogprobs]:
     """Host arrays of positions [T] as records, with the `count` most likely tokens of each."""
-    columns = (logprobs.token, logprobs.top_ids[:, :count], logprobs.top[:, :count])
+    columns = (
+        logprobs.token,
+        logprobs.top_ids[:, :count],
+        logprobs.top[:, :count],
+        logprobs.rank,
+    )
     rows = zip(token_ids, *(np.asarray(column).tolist() for column in columns), strict=False)
     return [
-        TokenLogprobs(logprob, dict(zip(top_ids, top, strict=True)) | {token: logprob})
-        for token, logprob, top_ids, top in rows
+        TokenLogprobs(logprob, dict(zip(top_ids, top, strict=True)) | {token: logprob}, rank)
+        for token, logprob, top_ids, top, rank in rows
     ]

@@ -75,6 +75,7 @@ def prepare_request(
         )
     for name, token_ids in (
         ("logit_bias", params.logit_bias),
+        ("allowed_token_ids", params.allowed_token_ids or ()),
         ("stop_token_ids", params.stop_token_ids),
     ):
         outside = next((token for token in token_ids if token >= config.vocab_size), None)
@@ -92,6 +93,13 @@ def prepare_request(
     if not params.ignore_eos:
         stop_token_ids = (*params.stop_token_ids, *eos_ids)
         params = replace(params, stop_token_ids=stop_token_ids)
+    allowed_ids = params.allowed_token_ids
+    if params.min_tokens and allowed_ids and set(allowed_ids) <= set(params.stop_token_ids):
+        raise RequestError(
+            "allowed_token_ids has only tokens that end the completion, but min_tokens is "
+            f"{params.min_tokens}",
+            "allowed_token_ids",
+        )
     if not isinstance(request.cache_salt, str):
         raise RequestError(
             f"cache_salt must be text, not {shorten(request.cache_salt)}", "cache_salt"

@@ -27,6 +27,7 @@ MAX_PENALTY = 2.0
 MAX_REPETITION_PENALTY = 1e6
 MAX_BIAS = 100.0
 MAX_STOP_TEXTS, MAX_STOP_LENGTH = 64, 1024
+MAX_BAD_WORDS = 1024
 
 
 class SamplingMode(IntEnum):
@@ -49,13 +50,16 @@ class SamplingParams:
     3. `frequency_penalty` f and `presence_penalty` p, with the count c of a token in the
        completion: l - f c - p [c > 0].
     4. Until the completion has `min_tokens` tokens, those that would end it are excluded.
-    5. With `structured_outputs`, tokens that its grammar does not allow are excluded.
+    5. With `allowed_token_ids`, all other tokens are excluded.
+    6. With `bad_words`, a token is excluded that would complete the tokens of one of these texts in
+       the completion, at the beginning of a text or after a space.
+    7. With `structured_outputs`, tokens that its grammar does not allow are excluded.
 
     `temperature` 0 takes the most likely token, and the next three fields have no effect. Otherwise
     a token is sampled from softmax(l / temperature), restricted to the `top_k` most likely tokens
-    (0 or -1: all), then to the smallest set that holds `top_p` of the remaining probability, and to
-    tokens with at least `min_p` times the probability of the most likely one. Tokens that tie with
-    the last token of a set belong to it.
+    (0, -1 and numbers above the size of the vocabulary: all), then to the smallest set that holds
+    `top_p` of the remaining probability, and to tokens with at least `min_p` times the probability
+    of the most likely one. Tokens that tie with the last token of a set belong to it.
 
     A token depends on `seed`, its position and its own sequence only. With `n`, a request has n
     completions, of which the first has the seed itself and the others have seeds derived from it.
@@ -87,6 +91,8 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     structured_outputs: StructuredOutputs | Mapping[str, Any] | None = None
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         """Raises RequestError for the first field with an invalid value."""
@@ -121,6 +127,16 @@ class SamplingParams:
         object.__setattr__(self, "stop", stop)
         ids = check_token_ids("stop_token_ids", self.stop_token_ids)
         object.__setattr__(self, "stop_token_ids", ids)
+        words = check_texts("bad_words", self.bad_words, MAX_BAD_WORDS, MAX_STOP_LENGTH)
+        object.__setattr__(self, "bad_words", words)
+        if self.allowed_token_ids is not None:
+            ids = check_token_ids("allowed_token_ids", self.allowed_token_ids)
+            if not ids:
+                raise RequestError(
+                    "allowed_token_ids is empty: name at least one token, or leave it out",
+                    "allowed_token_ids",
+                )
+            object.__setattr__(self, "allowed_token_ids", ids)
         if self.structured_outputs is not None:
             constraint = StructuredOutputs.parse(self.structured_outputs)
             object.__setattr__(self, "structured_outputs", constraint)
@@ -162,4 +178,5 @@ class SamplingParams:
             or self.repetition_penalty != 1
             or self.logit_bias
             or self.min_tokens
+            or self.allowed_token_ids is not None
         )

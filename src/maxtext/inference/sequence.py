@@ -3,7 +3,7 @@
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
-from maxtext.inference.grammar import GrammarMatcher
+from maxtext.inference.bad_words import TokenMatcher
 from maxtext.inference.logprobs import TokenLogprobs
 from maxtext.inference.sampling_params import SamplingParams
 
@@ -31,7 +31,7 @@ class Sequence:
     prefill_length: int = 0  # tokens to prefill before the next one is sampled
     common_length: int = 0  # tokens that another sequence of the prefix cache begins with, too
     finished: bool = False
-    grammar: GrammarMatcher | None = None  # constrains the tokens
+    grammar: TokenMatcher | None = None  # constrains the tokens
     in_flight: bool = False  # a program samples tokens for it, which its grammar does not know yet
 
     def __post_init__(self) -> None:

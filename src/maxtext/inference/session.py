@@ -8,8 +8,8 @@ import itertools
 from dataclasses import dataclass, replace
 
 from maxtext.inference.adapters import LoadedAdapter
+from maxtext.inference.bad_words import TokenMatcher
 from maxtext.inference.engine import InferenceEngine
-from maxtext.inference.grammar import GrammarMatcher
 from maxtext.inference.processing import OutputProcessor
 from maxtext.inference.requests import Completion, CompletionDelta, GenerationRequest
 from maxtext.inference.sampling import derive_seed, fold_seed
@@ -25,7 +25,7 @@ class PreparedRequest:
     request: GenerationRequest
     original: GenerationRequest
     adapter: LoadedAdapter | None = None
-    grammar: GrammarMatcher | None = None  # at the beginning of its text
+    grammar: TokenMatcher | None = None  # at the beginning of its text
 
 
 class EngineSession:

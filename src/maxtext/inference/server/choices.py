@@ -5,7 +5,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from maxtext.inference.detokenizer import REPLACEMENT, common_prefix_length
+from maxtext.common.sequences import common_prefix_length
+from maxtext.inference.detokenizer import REPLACEMENT
 from maxtext.inference.grammar import FAILURE
 from maxtext.inference.logprobs import TokenLogprobs
 from maxtext.inference.requests import Completion, CompletionDelta
