@@ -96,8 +96,8 @@ def test_closes_all_writers_even_if_one_raises(log):
 def test_writers_of_a_configuration(make_config, tmp_path):
     everything = make_config(metrics_file=str(tmp_path / "m.jsonl"), prometheus_port=free_port())
     for config, expected in (
-        (make_config(enable_tensorboard=False), ["Console"]),
-        (make_config(), ["EventFile", "Console"]),
+        (make_config(enable_tensorboard=False), ["JsonLines", "Console"]),
+        (make_config(), ["EventFile", "JsonLines", "Console"]),
         (everything, ["Prometheus", "EventFile", "JsonLines", "Console"]),
     ):
         writers = make_writers(config, stream=io.StringIO(), environ={})
@@ -132,6 +132,15 @@ def test_error_at_construction_closes_earlier_writers(make_config, tmp_path):
 
 
 # metrics_file.
+
+
+def test_metrics_are_written_to_the_folder_of_the_run_by_default(make_config, tmp_path):
+    config = make_config()
+    for writer in make_writers(config, environ={}):
+        writer.write({"step": 0, "loss": 1.0})
+        writer.close()
+    lines = (tmp_path / "metrics" / "metrics.jsonl").read_text().splitlines()
+    assert lines == ['{"step": 0, "loss": 1.0}']
 
 
 def test_lines_are_flushed_valid_json_and_round_trip(tmp_path):
@@ -343,7 +352,7 @@ def test_weights_and_biases_is_enabled_by_its_environment(make_config, monkeypat
     monkeypatch.setitem(sys.modules, "wandb", fake)
     config = make_config(run_name="mine", enable_tensorboard=False)
     off = make_writers(config, environ={"WANDB_PROJECT": "p", "WANDB_MODE": "disabled"})
-    assert names(off) == ["Console"]
+    assert names(off) == ["JsonLines", "Console"]
     recorder = Recorder(
         make_writers(config, environ={"WANDB_MODE": "offline"}, stream=io.StringIO())
     )

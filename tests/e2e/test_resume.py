@@ -141,6 +141,10 @@ class Job:
         return arrays_of(self.checkpoints / str(steps[-1]))
 
     @property
+    def summary(self):
+        return json.loads((self.folder / "it" / "summary.json").read_text())
+
+    @property
     def losses(self):
         records = [json.loads(line) for line in self.metrics.read_text().splitlines()]
         return {record["step"]: record["loss"] for record in records}
@@ -218,6 +222,7 @@ def test_kills_change_nothing(make_job, kills, steps):
     assert all_steps(job.checkpoints)[-1] == steps
     assert_same(job.final(), calm.final())
     assert job.losses == calm.losses, "each step once, and the same"
+    assert job.summary["first_loss"] == calm.summary["first_loss"] == calm.losses[0]
     assert len(all_steps(job.checkpoints)) == 2, "no more than max_num_checkpoints_to_keep"
     assert {path.name for path in job.checkpoints.iterdir()} == {
         str(step) for step in all_steps(job.checkpoints)

@@ -1,4 +1,5 @@
-"""metrics_file: one JSON object per line (format in summary.py), flushed after each record.
+"""metrics_file: one JSON object per line (format in summary.py), flushed after each record. If the
+key is not set, it is metrics.jsonl in metrics_dir.
 
 A resumed run continues the file: lines of steps that will run again are dropped, and so is an
 incomplete line. A run that starts at step 0 renames an older file.
@@ -10,8 +11,23 @@ from pathlib import Path
 from maxtext.common.errors import ConfigError
 from maxtext.common.files import atomic_writer
 from maxtext.common.log import LOGGER
+from maxtext.configs.types import MaxTextConfig
 from maxtext.diagnostics.record import Record
-from maxtext.diagnostics.summary import decode, encode
+from maxtext.diagnostics.summary import decode, encode, read_metrics
+
+
+def metrics_path(config: MaxTextConfig) -> str:
+    """The file that a run writes its metrics to."""
+    return config.metrics_file or os.path.join(config.metrics_dir, "metrics.jsonl")
+
+
+def read_history(config: MaxTextConfig, first_step: int) -> list[Record]:
+    """The records of the steps before `first_step`, at which the run resumes. Empty if the file is
+    a pipe or a device, or was not written then."""
+    path = Path(metrics_path(config)).expanduser()
+    if not first_step or not path.is_file():
+        return []
+    return [record for record in read_metrics(path) if (record["step"] or 0) < first_step]
 
 
 class JsonLines:

@@ -14,7 +14,7 @@ from maxtext.common.log import LOGGER
 from maxtext.configs.types import MaxTextConfig
 from maxtext.diagnostics import weights_and_biases
 from maxtext.diagnostics.console import Console
-from maxtext.diagnostics.jsonl import JsonLines
+from maxtext.diagnostics.jsonl import JsonLines, metrics_path
 from maxtext.diagnostics.prometheus import Prometheus
 from maxtext.diagnostics.record import TIMING, Record, to_record
 from maxtext.diagnostics.tensorboard import EventFile
@@ -111,8 +111,7 @@ def make_writers(
                     "tensorboard_dir is computed by maxtext.config(); this configuration lacks it"
                 )
             add(EventFile(config.tensorboard_dir, first_step, flush_every=config.log_period))
-        if config.metrics_file:
-            add(JsonLines(config.metrics_file, first_step))
+        add(JsonLines(metrics_path(config), first_step))
         add(
             Console(
                 config.steps, peak_flops, peak_dtype, line_every=config.log_period, stream=stream

@@ -2,7 +2,7 @@
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -10,6 +10,7 @@ import jax
 from maxtext.common.errors import UserError
 from maxtext.common.garbage import freeze_objects
 from maxtext.configs.types import MaxTextConfig
+from maxtext.diagnostics.metrics import Record as MetricsRecord
 from maxtext.diagnostics.metrics import Recorder
 from maxtext.diagnostics.profiler import Profiler
 from maxtext.trainers.loop import Hook, Loop
@@ -24,6 +25,15 @@ class TrainingFailed(UserError):
     """The loss or gradient norm is not finite. `state` is that of the last finite step."""
 
     state: Any = None
+
+
+def points_of(history: Sequence[MetricsRecord], name: str) -> list[tuple[int, float]]:
+    """(step, value) of each record that has the metric."""
+    return [
+        (int(record["step"] or 0), value)
+        for record in history
+        if (value := record.get(name)) is not None
+    ]
 
 
 class Throughput:
@@ -55,17 +65,20 @@ class Record(Hook):
         flops_per_token: float,
         peak_flops: float | None,
         profiler: Profiler,
+        history: Sequence[MetricsRecord] = (),
     ):
+        """`history`: the records of the steps before a resume."""
         self.config = config
         self.recorder = recorder
         self.profiler = profiler
         self.flops_per_token = flops_per_token
         self.peak_flops = peak_flops
-        self.losses: list[tuple[int, float]] = []
-        self.rewards: list[tuple[int, float]] = []  # of reinforcement learning
+        self.losses = points_of(history, "loss")
+        self.rewards = points_of(history, "reward")  # of reinforcement learning
+        self.earlier_eval_losses = points_of(history, "eval_loss")
         self.throughput = Throughput()
         self.nonfinite_steps = 0  # consecutive, as in TrainState
-        self.last: dict[str, Any] = {}
+        self.last = next((dict(last) for last in reversed(history) if "loss" in last), {})
 
     def on_metrics(self, loop: Loop, step: int, metrics: dict[str, float], seconds: float) -> None:
         timing = self.timing(metrics.get("computed_tokens", metrics["total_weights"]), seconds)

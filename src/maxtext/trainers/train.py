@@ -4,7 +4,6 @@ a summary. What is minimized is the run's objective (build_objective.py)."""
 import contextlib
 import json
 import os
-import signal
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,8 +15,8 @@ import jax
 from maxtext.checkpoint.manager import check_writable
 from maxtext.checkpoint.multihost import SaveFailed
 from maxtext.checkpoint.open import Checkpoint
-from maxtext.common import hardware, progress, signals
-from maxtext.common.errors import MissingExtra, UserError
+from maxtext.common import hardware, progress
+from maxtext.common.errors import UserError
 from maxtext.common.files import write_text
 from maxtext.common.log import LOGGER
 from maxtext.common.run_lock import RunLock
@@ -27,13 +26,11 @@ from maxtext.configs.rules.distillation import samples_completions
 from maxtext.configs.startup import configure_process
 from maxtext.configs.types import MaxTextConfig
 from maxtext.diagnostics.console import start_banner
+from maxtext.diagnostics.jsonl import read_history
 from maxtext.diagnostics.metrics import Recorder, make_writers
-from maxtext.diagnostics.plot import LOSS, REWARD, save_loss_png
 from maxtext.diagnostics.profiler import Profiler
 from maxtext.diagnostics.stack_trace import stack_traces
-from maxtext.diagnostics.summary import write_summary
 from maxtext.input_pipeline.data_streams import DataStreams
-from maxtext.models.counts import parameter_count
 from maxtext.trainers.banner import banner
 from maxtext.trainers.batch_size import batch_size_at
 from maxtext.trainers.checkpointing.export import save_results
@@ -50,8 +47,9 @@ from maxtext.trainers.data_loader import (
 )
 from maxtext.trainers.epochs import has_open_end, with_steps_of_epochs
 from maxtext.trainers.hooks import EvaluateLoss, Profile, Record, TrainingFailed
-from maxtext.trainers.loop import STOPPED_ELSEWHERE, Hook, Loop, TrainStep
-from maxtext.trainers.memory.usage import peak_bytes, state_bytes, step_bytes, warn_if_too_large
+from maxtext.trainers.loop import Hook, Loop, TrainStep
+from maxtext.trainers.memory.usage import state_bytes, step_bytes, warn_if_too_large
+from maxtext.trainers.outcome import stop_signal, summarize
 from maxtext.trainers.preference.objective import PreferenceObjective
 from maxtext.trainers.preference.reference_logps import load_or_compute
 from maxtext.trainers.rl.prompt_loader import PromptLoader
@@ -134,7 +132,7 @@ def train_locked(
     # A signal after the last step must not interrupt the last save or the summary.
     with contextlib.ExitStack() as signal_handlers:
         with Recorder(writers) as recorder, stack_traces(config), contextlib.ExitStack() as closing:
-            hooks = build_hooks(context, recorder, profiler, peak_flops)
+            hooks = build_hooks(context, recorder, profiler, peak_flops, start.step)
             if eval_streams is not None:
                 hooks.append(loss_hook(context, recorder, eval_streams, data_loader.add_fields))
             train_step = sampling_step(
@@ -164,7 +162,7 @@ def train_locked(
         if failure is None and stop_signal(loop) is None:
             save_results(context, loop.state, run_folder(config), checkpoint)
         seconds = time.perf_counter() - start_time
-        summary = summarize(context, loop, hooks, seconds, failure)
+        summary = summarize(context, loop, hooks, run_folder(config), seconds, failure)
     if failure is not None:
         raise failure
     return Result(context, loop.state, summary=summary, signal=stop_signal(loop))
@@ -212,6 +210,7 @@ def build_hooks(
     recorder: Recorder,
     profiler: Profiler,
     peak_flops: float | None,
+    first_step: int,
 ) -> list[Hook]:
     config = context.config
     record = Record(
@@ -220,6 +219,7 @@ def build_hooks(
         flops_per_token=context.flops_per_token,
         peak_flops=peak_flops,
         profiler=profiler,
+        history=read_history(config, first_step) if jax.process_index() == 0 else [],
     )
     return [Profile(profiler), record]
 
@@ -234,21 +234,6 @@ def loss_hook(
         eval_step=compile_eval_step(context, context.config.global_batch_size_to_eval_on),
         objective=context.objective,
     )
-
-
-def stop_reason(loop: Loop) -> str:
-    # A request to stop may arrive after the last step.
-    is_late = loop.step >= loop.steps and loop.stop_reason in (*signals.NAMES, STOPPED_ELSEWHERE)
-    return "all steps done" if loop.stop_reason is None or is_late else loop.stop_reason
-
-
-def stop_signal(loop: Loop) -> int | None:
-    """The signal that ended a run before its last step; SIGTERM if another process received it."""
-    if loop.step >= loop.steps:
-        return None
-    if loop.stop_reason in signals.NAMES:
-        return loop.signal
-    return signal.SIGTERM if loop.stop_reason == STOPPED_ELSEWHERE else None
 
 
 def nothing_to_do(context: RunContext, start: Start) -> Result:
@@ -319,62 +304,3 @@ def response_hooks(train_step: TrainStep, recorder: Recorder) -> list[Hook]:
     if not isinstance(train_step, GroupRolloutStep):
         return []
     return response_evaluation_hooks(train_step, recorder, run_folder(train_step.config))
-
-
-def summarize(
-    context: RunContext,
-    loop: Loop,
-    hooks: list[Hook],
-    seconds: float,
-    failure: Exception | None,
-) -> dict[str, Any]:
-    """Log the outcome, and write summary.json and plots to the run's folder."""
-    config = context.config
-    record = next(hook for hook in hooks if isinstance(hook, Record))
-    eval_points = [
-        point for hook in hooks if isinstance(hook, EvaluateLoss) for point in hook.points
-    ]
-    summary = {
-        "run_name": config.run_name,
-        "steps": loop.step,
-        "stopped": str(failure) if failure else stop_reason(loop),
-        "parameters": parameter_count(context.template.weights),
-        "seconds": round(seconds, 3),
-        # An upper bound of the time that steps waited for data: while the host waited, the device
-        # may have been running a step.
-        "data_wait": round(loop.data_seconds / loop.step_seconds, 5) if loop.step_seconds else None,
-        "peak_memory_bytes": peak_bytes(),
-        "first_loss": record.losses[0][1] if record.losses else None,
-        "final": record.last,
-        "eval_loss": eval_points[-1][1] if eval_points else None,
-    }
-    message = f"stopped after {loop.step} steps: {summary['stopped']}"
-    if failure is None and stop_signal(loop) and config.enable_checkpointing:
-        message += "; the same command goes on"
-    if summary["data_wait"] is not None:
-        message += f"; waited for data {summary['data_wait']:.2%} of the time"
-    LOGGER.info("%s", message)
-    if jax.process_index() == 0:
-        write_summary(os.path.join(run_folder(config), "summary.json"), summary)
-        if record.losses:
-            try:
-                written = " and ".join(["summary.json", *save_plots(config, record, eval_points)])
-                LOGGER.info("wrote %s to %s", written, run_folder(config))
-            except MissingExtra as error:
-                LOGGER.info("wrote summary.json to %s; %s", run_folder(config), error)
-    return summary
-
-
-def save_plots(
-    config: MaxTextConfig, record: Record, eval_points: list[tuple[int, float]]
-) -> list[str]:
-    """Write loss.png, and reward.png of reinforcement learning, to the run's folder. Returns their
-    names."""
-    plots: dict[str, Any] = {"loss.png": (record.losses, eval_points, LOSS)}
-    if record.rewards:
-        plots["reward.png"] = (record.rewards, [], REWARD)
-    for name, (points, evaluations, quantity) in plots.items():
-        steps, values = zip(*points, strict=True)
-        path = os.path.join(run_folder(config), name)
-        save_loss_png(path, steps, values, evaluations, title=config.run_name, quantity=quantity)
-    return list(plots)

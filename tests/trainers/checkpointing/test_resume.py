@@ -17,7 +17,7 @@ from maxtext.checkpoint.open import open_checkpoint
 from maxtext.checkpoint.saved_step import SavedStep
 from maxtext.checkpoint.steps import all_steps
 from maxtext.common.errors import ConfigError, UserError
-from maxtext.trainers import train
+from maxtext.trainers import outcome, train
 from maxtext.trainers.checkpointing import restore
 from maxtext.trainers.hooks import TrainingFailed
 from maxtext.trainers.loop import Hook
@@ -39,7 +39,7 @@ def go(configure, light_compiler, tmp_path, monkeypatch):
     """Train under a name in one folder; the same name resumes the same run. No loss.png is drawn,
     which takes a third of the time of a short run.
     """
-    monkeypatch.setattr(train, "save_loss_png", lambda *_, **__: None)
+    monkeypatch.setattr(outcome, "save_loss_png", lambda *_, **__: None)
 
     def run(name, *overrides):
         given = {override.partition("=")[0] for override in overrides}
@@ -115,6 +115,32 @@ def test_a_resumed_run_equals_an_uninterrupted_one(go):
     again = go("parts", "steps=9")
     assert again.summary["steps"] == 9
     assert listing(go.folder / "parts") == before, "a finished run is left alone"
+
+
+@pytest.mark.slow
+def test_summary_and_plots_of_a_resumed_run_are_those_of_an_uninterrupted_one(go, monkeypatch):
+    plots = {}
+
+    def save(path, steps, losses, eval_points, **_):
+        plots[Path(path).parent.name] = (list(steps), list(losses), list(eval_points))
+
+    monkeypatch.setattr(outcome, "save_loss_png", save)
+    evaluation = ("eval_interval=2", "eval_steps=1")
+    whole = go("whole", "steps=7", *evaluation).summary
+    go("parts", "steps=3", "checkpoint_period=3", *evaluation)
+    # As after a kill during step 5: lines of steps that the checkpoint does not have.
+    with open(go.folder / "parts.jsonl", "a") as file:
+        file.write('{"step": 3, "loss": 99.0}\n{"step": 4, "loss": 99.0}\n{"step": 5, "lo')
+    parts = go("parts", "steps=7", *evaluation).summary
+    assert plots["parts"] == plots["whole"]
+    assert plots["whole"][0] == list(range(7))
+    assert [step for step, _ in plots["whole"][2]] == [1, 3, 5]
+    for name in ("first_loss", "eval_loss", "steps"):
+        assert parts[name] == whole[name]
+    assert parts["final"]["loss"] == whole["final"]["loss"]
+    # Without evaluations after the resume, the last one before it counts.
+    assert go("parts", "steps=8").summary["eval_loss"] == whole["eval_loss"]
+    assert plots["parts"][2] == plots["whole"][2]
 
 
 @pytest.mark.slow
