@@ -31,6 +31,8 @@ FAMILIES = {
     "Llama": dict(tie_word_embeddings=False),
     "Phi3": dict(),
     "Qwen3": dict(tie_word_embeddings=True, head_dim=4),
+    "Gemma2": dict(head_dim=4, query_pre_attn_scalar=4),
+    "Cohere": dict(logit_scale=0.25),
     "Mixtral": dict(num_local_experts=3, num_experts_per_tok=2),
     "DeepseekV3": dict(
         moe_intermediate_size=8, n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2,
@@ -133,6 +135,96 @@ def test_folder_is_merged_and_written_back_as_by_peft(variant, bases, tmp_path):
     for name, array in original.items():
         assert array.dtype == written[name].dtype
         np.testing.assert_array_equal(array, written[name], err_msg=name)
+
+
+TIED_VARIANTS = {
+    "embedding": ("Qwen3", dict(target_modules=["embed_tokens", "q_proj"])),
+    "embedding, scaled": ("Gemma2", dict(target_modules=["embed_tokens"])),
+    "embedding, scaled logits": ("Cohere", dict(target_modules=["embed_tokens"])),
+    "embedding and saved head": (
+        "Qwen3", dict(target_modules=["embed_tokens", "q_proj"], modules_to_save=["lm_head"])
+    ),
+    "saved embedding": ("Qwen3", dict(target_modules=["q_proj"], modules_to_save=["embed_tokens"])),
+    "saved head, DoRA": (
+        "Qwen3", dict(target_modules=["q_proj"], modules_to_save=["lm_head"], use_dora=True)
+    ),
+    "both saved": (
+        "Gemma2", dict(target_modules=["q_proj"], modules_to_save=["embed_tokens", "lm_head"])
+    ),
+}  # fmt: skip
+
+
+def peft_adapter_and_logits(base, folder, ids, options, **saving):
+    """Write a random adapter of a base, and compute PEFT's logits without merging it."""
+    peft = pytest.importorskip("peft")
+    model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    model = peft.get_peft_model(model, peft.LoraConfig(r=4, lora_alpha=8, **options))
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.requires_grad:
+                factor = torch.randn(weight.shape, generator=generator) * 0.3
+                weight.copy_(weight.abs() * (1 + factor) if "magnitude" in name else factor)
+    model.save_pretrained(folder, **saving)
+    base_model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    return torch_logits(peft.PeftModel.from_pretrained(base_model, folder), ids)
+
+
+def torch_logits(model, ids):
+    with torch.no_grad():
+        return model.eval()(input_ids=torch.tensor(ids)).logits.numpy()
+
+
+@pytest.mark.parametrize("variant", TIED_VARIANTS)
+def test_merging_changes_only_the_part_of_a_tied_model_that_the_adapter_is_of(
+    variant, bases, tmp_path
+):
+    family, options = TIED_VARIANTS[variant]
+    base, ids = bases(family), np.random.default_rng(0).integers(3, 67, (2, 12))
+    expected = peft_adapter_and_logits(base, tmp_path / "adapter", ids, options)
+    merge_folder(base, tmp_path / "adapter", tmp_path / "merged")
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    np.testing.assert_allclose(torch_logits(merged, ids), expected, atol=2e-5)
+    settings = json.loads((tmp_path / "merged" / "config.json").read_text())
+    assert settings["tie_word_embeddings"] is False
+    assert "lm_head.weight" in tensors(tmp_path / "merged")
+
+
+def test_a_tied_model_is_served_merged_and_saved_as_by_peft(bases, tmp_path):
+    """Merged in memory and in a folder, with and without the base's embedding in the adapter."""
+    base, ids = bases("Qwen3"), np.random.default_rng(0).integers(3, 67, (2, 12))
+    options = dict(target_modules=["embed_tokens", "q_proj"])
+    expected = peft_adapter_and_logits(
+        base, tmp_path / "adapter", ids, options, save_embedding_layers=False
+    )
+    llm = LLM.load(
+        base, adapters=[tmp_path / "adapter"], dtype="float32", weight_dtype="float32",
+        matmul_precision="highest",
+    )  # fmt: skip
+    np.testing.assert_allclose(llm.logits(ids), expected, atol=2e-5)
+    merged = llm.merge()
+    np.testing.assert_allclose(merged.logits(ids), expected, atol=2e-5)
+    merged.save_hf(tmp_path / "saved")
+    saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    np.testing.assert_allclose(torch_logits(saved, ids), expected, atol=2e-5)
+
+
+def test_a_head_that_was_a_normalized_embedding_has_its_scale_in_the_weight(tmp_path):
+    """normalize_embedding_logits divides the logits of a tied model alone, by √E."""
+    keys = {
+        "base_emb_dim": 16, "base_num_query_heads": 2, "base_num_kv_heads": 2, "head_dim": 8,
+        "base_mlp_dim": 24, "base_num_decoder_layers": 1, "vocab_size": 67, "dtype": "float32",
+        "logits_via_embedding": True, "max_target_length": 32, "matmul_precision": "highest",
+    }  # fmt: skip
+    ids, random = np.random.default_rng(0).integers(3, 67, (2, 12)), np.random.default_rng(1)
+    llm = LLM.from_config(load(None, from_python(keys)))
+    assert llm.config.normalize_embedding_logits
+    shapes = {"embedder/lora_a": (67, 2), "embedder/lora_b": (2, 16)}
+    factors = {name: random.standard_normal(shape) for name, shape in shapes.items()}
+    spec = AdapterSpec((("embedder", AdapterTarget(2, 2.0)),))
+    llm.add_adapter("new", Adapter(spec, {k: v.astype("float32") for k, v in factors.items()}))
+    served = llm.logits(ids)
+    np.testing.assert_allclose(llm.merge().logits(ids), served, atol=2e-5)
 
 
 def test_multimodal_model_has_the_names_of_its_own_modules(tmp_path):

@@ -1,7 +1,9 @@
 """Adapters merged into the weights of their base, one tensor at a time.
 
 W' = W + scale · B A is computed in float32 and rounded once, to the dtype of W; DoRA's is
-m ⊙ W' / ‖W'‖. A module that the adapter saved in full replaces that of the base.
+m ⊙ W' / ‖W'‖. A module that the adapter saved in full replaces that of the base. If the adapter
+changes the embedding or the head of a tied model, the merged model is not tied: the one that it
+does not change keeps the weight of the base.
 """
 
 import os
@@ -35,11 +37,15 @@ class MergedTensors:
 
     source: TensorStream
     adapter: Adapter
-    linears: Mapping[str, LinearShape]
+    config: MaxTextConfig  # of the base
 
     @property
     def title(self) -> str:
         return self.source.title
+
+    @cached_property
+    def linears(self) -> Mapping[str, LinearShape]:
+        return ModelModules.of(self.config).linears
 
     @cached_property
     def tensors(self) -> Mapping[str, TensorInfo]:
@@ -53,15 +59,23 @@ class MergedTensors:
     @property
     def new_names(self) -> list[str]:
         """Weights that the base lacks: the head of a tied model."""
-        is_tied = HEAD_WEIGHT not in self.source.tensors
-        return [HEAD_WEIGHT] if is_tied and self.adapter.saved else []
+        return [HEAD_WEIGHT] if unties(self.config, self.adapter) else []
 
     def read(self, name: str) -> np.ndarray:
+        if name in self.new_names:
+            return self.new_head()
         if name in self.adapter.saved:
             return self.adapter.saved[name].astype(self.tensors[name].dtype)
-        if name in self.new_names:  # only the embedding was saved: the head is still the base's
-            return np.ascontiguousarray(self.source.read(EMBEDDING).T)
         return self.merge(name, self.source.read(name))
+
+    def new_head(self) -> np.ndarray:
+        """The weight [E, V] of a head that was the embedding, from the adapter or the base."""
+        head = self.adapter.saved.get(HEAD_WEIGHT)
+        if head is None:
+            head = self.source.read(EMBEDDING).T
+        if self.config.normalize_embedding_logits:  # which acts on tied heads alone
+            head = head.astype(np.float32) / np.float32(np.sqrt(self.config.emb_dim))
+        return np.ascontiguousarray(head.astype(self.tensors[HEAD_WEIGHT].dtype))
 
     def __iter__(self) -> Iterator[tuple[str, np.ndarray]]:
         for name, array in self.source:
@@ -79,10 +93,15 @@ class MergedTensors:
         return merged.astype(weight.dtype)
 
 
+def unties(config: MaxTextConfig, adapter: Adapter) -> bool:
+    """Whether an adapter changes the embedding or the head of a model in which they are one."""
+    return config.logits_via_embedding and (bool(adapter.saved) or EMBEDDER in adapter.spec.by_path)
+
+
 def merged_config(config: MaxTextConfig, adapter: Adapter) -> MaxTextConfig:
-    """The configuration of the merged model: its head is no longer its embedding if the adapter has
-    either of its own."""
-    if not adapter.saved or not config.logits_via_embedding:
+    """The configuration of the merged model: its head has a weight of its own if the adapter
+    changes it or the embedding."""
+    if not unties(config, adapter):
         return config
     return config.model_copy(update={"logits_via_embedding": False})
 
@@ -132,7 +151,7 @@ def merge_folder(
             "the folder that they were made from"
         )
     adapter = read_adapter(folder, config)
-    merged = MergedTensors(weights, adapter, ModelModules.of(config).linears)
+    merged = MergedTensors(weights, adapter, config)
     config = merged_config(config, adapter)
     param_infos = model_param_infos(make_template(config), config)
     assets, names = checkpoint.hf_assets, checkpoint.hf_tensor_names

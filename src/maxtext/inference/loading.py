@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from maxtext.checkpoint.adapter_modules import ModelModules
 from maxtext.checkpoint.adapters import Adapter
 from maxtext.checkpoint.merge_adapter import MergedTensors, merged_config
 from maxtext.checkpoint.open import Checkpoint, model_param_infos
@@ -147,7 +146,7 @@ def merge_model(
 ) -> tuple[MaxTextConfig, Template, Any]:
     """The configuration, the template and new weights of a model with an adapter merged into
     them."""
-    merged = MergedTensors(base, adapter, ModelModules.of(config).linears)
+    merged = MergedTensors(base, adapter, config)
     config = merged_config(config, adapter)
     template = make_template(config)
     param_infos = model_param_infos(template, config)
