@@ -38,7 +38,12 @@ SCHEMAS = {
 }
 CODER_ARGUMENTS = {"x": "two\nlines", "n": 3, "flag": True, "text": "7"}
 X = {"x": "ü}"}
+# The end of a call within a string of its arguments, as in code about tool calls.
+TAG = {"x": 'see "<tool_call>{}</tool_call>", \\</tool_call>'}
+TAG_CALL = f'<tool_call>\n{{"name": "f", "arguments": {json.dumps(TAG)}}}\n</tool_call>'
+TAG_FIRST = f'<tool_call>{{"arguments": {json.dumps(TAG)}, "name": "f"}}</tool_call>'
 F = '{"name": "f", "parameters": {"x": "ü}"}}'
+CUT = '<tool_call>{"name": "f", "arguments": {"x": "cut'
 CASES = [
     ("hermes", "no calls < here <tool", "no calls < here <tool", []),
     ("hermes", f"I call. {CALL}", "I call. ", [X]),
@@ -47,6 +52,10 @@ CASES = [
     ("hermes", "<tool_call>{bad</tool_call> on", "<tool_call>{bad</tool_call> on", []),
     ("hermes", '<tool_call>{"name": 3}</tool_call>', '<tool_call>{"name": 3}</tool_call>', []),
     ("hermes", "<tool_call>{", "<tool_call>{", []),
+    ("hermes", f"{TAG_CALL}\n{CALL}", "", [TAG, X]),
+    ("hermes", f"{TAG_CALL} then", " then", [TAG]),
+    ("hermes", TAG_FIRST, "", [TAG]),
+    ("hermes", TAG_CALL.removesuffix("\n</tool_call>"), "", [TAG]),
     ("qwen3_coder", f"So: {CODER_CALL}", "So: ", [CODER_ARGUMENTS]),
     ("qwen3_coder", f"{CODER_CALL}\n{CODER_CALL}", "", [CODER_ARGUMENTS] * 2),
     ("qwen3_coder", "<tool_call>\n<function=f></function>\n</tool_call>", "", [{}]),
@@ -165,6 +174,11 @@ def test_parameters_are_passed_on_one_by_one():
             ['{"x": 1, y}}'],
         ),
         ("hermes", '<tool_call>{"name": "f", "arguments": {"x": "cut', "", ['{"x": "cut']),
+        # A string that does not end has no tag: the call ends at its first tag.
+        ("hermes", f"{CUT}</tool_call>", "", ['{"x": "cut']),
+        ("hermes", f"{CUT}</tool_call> So", " So", ['{"x": "cut']),
+        ("hermes", f"{CUT}</tool_call>\n{TAG_CALL}", "", ['{"x": "cut', json.dumps(TAG)]),
+        ("hermes", f"{CUT}</tool_call>{TAG_CALL}", "", ['{"x": "cut', json.dumps(TAG)]),
         ("llama3_json", '{"name": "f", "parameters": {"x": "cut', "", ['{"x": "cut']),
         ("llama3_json", '{"name": "f", "parameters": {"x": 1, 2}}', "", ['{"x": 1, 2}}']),
         ("mistral", '[TOOL_CALLS]f[ARGS]{"x": 1, 2} on', "", ['{"x": 1, 2} on']),

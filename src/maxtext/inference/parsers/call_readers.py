@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from maxtext.inference.parsers.json_scanner import JsonScanner
-from maxtext.inference.parsers.message_parser import MessageDelta, call_deltas
+from maxtext.inference.parsers.message_parser import MessageDelta, call_deltas, partial_length
 
 Schemas = Mapping[str, Any]  # of arguments, by the name of the function
 Call = tuple[str, Any]  # name, arguments
@@ -39,6 +39,16 @@ class CallReader(ABC):
     @abstractmethod
     def finish(self, is_closed: bool) -> list[MessageDelta]:
         """What is certain now that the text has ended; `is_closed`: by the end of the call."""
+
+    def split(self, text: str, end: str, last: bool) -> tuple[str, str, bool]:
+        """(text of the call, rest, whether the call is closed) at the tag `end`. While the call is
+        open, the next text continues the rest.
+        """
+        inner, tag, rest = text.partition(end)
+        if tag or last:
+            return inner, rest, bool(tag)
+        ready = len(text) - partial_length(text, end)
+        return text[:ready], text[ready:], False
 
 
 class ObjectReader(CallReader):
@@ -104,6 +114,25 @@ class JsonCallReader(CallReader):
     def __init__(self, index: int):
         super().__init__(index)
         self.arguments: ArgumentsReader | None = None
+        self.scanner = JsonScanner()  # of the whole call
+        self.num_scanned = 0  # characters that the rest of `split` begins with
+
+    def split(self, text: str, end: str, last: bool) -> tuple[str, str, bool]:
+        """A tag within a string of the call does not end it, if the call is complete JSON. Text
+        from such a tag on waits until that is known.
+        """
+        scanner = self.scanner
+        if scanner.is_complete or scanner.is_invalid:
+            return super().split(text, end, last)
+        size = self.num_scanned + scanner.add(text[self.num_scanned :])
+        if scanner.is_complete:
+            inner, rest, is_closed = super().split(text[size:], end, last)
+            return text[:size] + inner, rest, is_closed
+        inner, rest, is_closed = super().split(text, end, last)
+        if is_closed and not last and not scanner.is_invalid:
+            rest, is_closed = text[len(inner) :], False
+        self.num_scanned = len(rest)
+        return inner, rest, is_closed
 
     def add(self, text: str) -> list[MessageDelta]:
         if not self.is_call:

@@ -40,15 +40,11 @@ class TaggedCallParser(MessageParser):
                 content, _, self.text = self.text.partition(self.start)
                 deltas += self.content(content)
                 self.reader = self.new_reader(self.num_calls)
-            is_closed = self.end in self.text
-            if is_closed or last:
-                inner, _, self.text = self.text.partition(self.end)
-                deltas += self.reader.add(inner) + self.close(self.reader, is_closed)
-                continue
-            ready = len(self.text) - partial_length(self.text, self.end)
-            deltas += self.reader.add(self.text[:ready])
-            self.text = self.text[ready:]
-            return deltas
+            inner, self.text, is_closed = self.reader.split(self.text, self.end, last)
+            deltas += self.reader.add(inner)
+            if not is_closed and not last:
+                return deltas
+            deltas += self.close(self.reader, is_closed)
         ready = len(self.text) - (0 if last else partial_length(self.text, self.start))
         if self.follows_call and not self.text[:ready].strip() and not last:
             return deltas  # blanks, which may separate calls
