@@ -1,15 +1,22 @@
 """The console output of a run: sections at the start, then progress.
 
 On a terminal: a live bar, and above it a permanent line for the first and the last step, for each
-evaluation and every `line_every` steps. In a pipe or a file: one plain line per step. A line looks
-like this, without what is unknown:
+evaluation and every `line_every` steps. In a pipe or a file: one plain line per step. Lines show
+what the record has, in this order:
 
-step 12/100  loss 3.214  lr 3.0e-05  grad 1.20  12,345 tok/s/device  1.2 TFLOP/s/device
-  MFU 41.2% of 989 TFLOP/s bf16  0.31 s  eta 2m10s          (on one line)
+step 12/100  loss 3.214  lr 3.0e-05  grad 1.20  12.3k tok/s  0.31 s  eta 2m10s
+step 12/100  loss 0.541  margin 0.412  accuracy 75.0%  lr 5.0e-07  0.31 s  eta 2m10s
+step 12/100  reward 0.512 ± 0.210  length 143  KL 0.0012  grad 1.20  eta 2m10s
+
+A line has at most LINE_WIDTH columns: parts that do not fit are left out, the first of DROPPED
+first, and stay out of later lines, so that columns do not come and go. All metrics are in the
+metrics file.
 
 Steps count from 0, as in all records, so the last of 100 is 99. `grad` is the norm before clipping
-if the record has it. The ETA is computed from the wall clock of the last 50 steps: it includes
-evaluations and checkpoints, but not the compilation of the first step.
+if the record has it, and tok/s those of all devices. MFU is shown if the peak of the device is
+known, the FLOP/s of other accelerators instead, and neither of a CPU. The ETA is computed from the
+wall clock of the last 50 steps: it includes evaluations and checkpoints, but not the compilation of
+the first step.
 """
 
 import os
@@ -28,38 +35,40 @@ from rich.table import Table
 from rich.text import Text
 
 from maxtext.common.log import LOGGER
-from maxtext.diagnostics.record import TIMING, Record
+from maxtext.diagnostics.record import Record
 
-SHORT_DTYPE = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float8": "fp8"}
 BAR_WIDTH = 16
+LINE_WIDTH = 80
+# Parts of a line that may be left out, the first of these first. The loss of reinforcement learning
+# is near 0 whatever the policy does.
+DROPPED = ("policy loss", "time", "lr", "tok/s", "TFLOP/s", "grad", "MFU", "KL", "length")
+EVAL_FIRST = ("eval_loss", "eval_rewards/margins", "eval_rewards/accuracies")
 
 
 class Console:
-    """Writes records to `stream` (default: standard output). `peak_flops` is the divisor of a
-    record's `mfu`.
+    """Writes records to `stream` (default: standard output). `devices`: their number.
+    `shows_flops`: show the FLOP/s of a record without `mfu`.
     """
 
     def __init__(
         self,
         steps: int,
-        peak_flops: float | None = None,
-        peak_dtype: str = "bfloat16",
+        devices: int = 1,
+        shows_flops: bool = False,
         line_every: int = 100,
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.steps = steps
+        self.devices = devices
+        self.shows_flops = shows_flops
         self.line_every = line_every
         self.stream = stream or sys.stdout
         self.clock = clock
-        self.peak = (
-            f"{peak_flops / 1e12:.0f} TFLOP/s {SHORT_DTYPE.get(peak_dtype, peak_dtype)}"
-            if peak_flops
-            else ""
-        )
         self.times: deque[tuple[int, float]] = deque(maxlen=50)  # (step, clock) of records
         self.bar: Bar | None = None
         self.lines_written = 0
+        self.dropped: set[str] = set()  # parts that did not fit once
 
     def write(self, record: Record) -> None:
         step = int(record["step"] or 0)
@@ -67,7 +76,8 @@ class Console:
             not self.times or step > self.times[-1][0]
         ):  # the record of an evaluation repeats its step
             self.times.append((step, self.clock()))
-        line = "  ".join(self.parts(record))
+        parts = {"step": f"step {step}/{self.steps}"} | self.parts(record)
+        line = fit(parts, LINE_WIDTH, self.dropped)
         if not is_terminal(self.stream):
             print(line, file=self.stream, flush=True)
             return
@@ -77,58 +87,105 @@ class Console:
             self.lines_written == 0
             or step % self.line_every == 0
             or step == self.steps - 1
-            or "eval_loss" in record
+            or "loss" not in record
         ):
             self.bar.print(line)
             self.lines_written += 1
         if "loss" in record:
-            self.bar.update(step, self.parts(record, short=True))
+            self.bar.update(step, self.parts(record))
 
     def close(self) -> None:
         if self.bar is not None:
             self.bar.close()
             self.bar = None
 
-    def parts(self, record: Record, short: bool = False) -> list[str]:
-        """The parts of a line; `short` is for the bar, which shows the step itself."""
-
-        def has(name: str) -> bool:
-            return record.get(name) is not None
-
-        parts = [] if short else [f"step {record['step']}/{self.steps}"]
-        if has("loss"):
-            parts.append(f"loss {format_number(record['loss'])}")
-        if has("eval_loss"):
-            parts.append(f"eval_loss {format_number(record['eval_loss'])}")
-        if has("learning_rate") and not short:
-            parts.append(f"lr {record['learning_rate']:.1e}")
-        norm = "raw_grad_norm" if has("raw_grad_norm") else "grad_norm"
-        if has(norm) and not short:
-            parts.append(f"grad {format_number(record[norm], decimals=2)}")
-        if has("tokens_per_second_per_device"):
-            parts.append(f"{record['tokens_per_second_per_device']:,.0f} tok/s/device")
-        if has("tflops_per_second_per_device"):
-            tflops = format_number(record["tflops_per_second_per_device"], decimals=1)
-            parts.append(f"{tflops} TFLOP/s/device")
-        parts += self.utilisation(record, short)
-        if has("step_time_seconds") and not short:
-            parts.append(format_step_time(record["step_time_seconds"] or 0.0))
+    def parts(self, record: Record) -> dict[str, str]:
+        """The parts of a line after the step, by name."""
         eta = self.eta_seconds()
-        return parts if eta is None else [*parts, f"eta {format_duration(eta)}"]
+        return {
+            **quality(record),
+            **evaluation(record),
+            **optimization(record),
+            **self.speed(record),
+            **({} if eta is None else {"eta": f"eta {format_duration(eta)}"}),
+        }
 
-    def utilisation(self, record: Record, short: bool) -> list[str]:
-        """MFU and its peak; "unknown" without a peak; nothing if the record has no timing."""
-        if not any(record.get(name) is not None for name in TIMING):
-            return []
-        if not self.peak or record.get("mfu") is None:
-            return ["MFU unknown"]
-        return [f"MFU {record['mfu']:.1%}" + ("" if short else f" of {self.peak}")]
+    def speed(self, record: Record) -> dict[str, str]:
+        parts = {}
+        if (rate := record.get("tokens_per_second_per_device")) is not None:
+            parts["tok/s"] = f"{format_count(rate * self.devices)} tok/s"
+        if (mfu := record.get("mfu")) is not None:
+            parts["MFU"] = f"MFU {mfu:.1%}"
+        elif (rate := record.get("tflops_per_second_per_device")) is not None and self.shows_flops:
+            parts["TFLOP/s"] = f"{format_number(rate, decimals=1)} TFLOP/s/device"
+        if (seconds := record.get("step_time_seconds")) is not None:
+            parts["time"] = format_step_time(seconds)
+        return parts
 
     def eta_seconds(self) -> float | None:
         if len(self.times) < 2:
             return None
         (first, start), (last, now) = self.times[0], self.times[-1]
         return (now - start) / (last - first) * max(self.steps - 1 - last, 0)
+
+
+def quality(record: Record) -> dict[str, str]:
+    """How well a step did, by the metrics of its method."""
+    parts = {}
+    loss, reward = record.get("loss"), record.get("reward")
+    if reward is not None:
+        deviation = record.get("reward_std")
+        spread = "" if deviation is None else f" ± {format_number(deviation)}"
+        parts["reward"] = f"reward {format_number(reward)}{spread}"
+    elif loss is not None:
+        parts["loss"] = f"loss {format_number(loss)}"
+    if (margin := record.get("rewards/margins")) is not None:
+        parts["margin"] = f"margin {format_number(margin)}"
+    if (accuracy := record.get("rewards/accuracies")) is not None:
+        parts["accuracy"] = f"accuracy {accuracy:.1%}"
+    if (length := record.get("completions/mean_length")) is not None:
+        parts["length"] = f"length {format_count(length)}"
+    if (divergence := record.get("kl")) is not None:
+        parts["KL"] = f"KL {format_number(divergence)}"
+    if reward is not None and loss is not None:
+        parts["policy loss"] = f"loss {format_number(loss)}"
+    return parts
+
+
+def evaluation(record: Record) -> dict[str, str]:
+    """The metrics of an evaluation, which have `eval_` before their names; EVAL_FIRST first."""
+    others = [name for name in record if name.startswith("eval_") and name not in EVAL_FIRST]
+    return {
+        name: f"{name.replace('eval_rewards/', 'eval_')} {format_number(value)}"
+        for name in (*EVAL_FIRST, *others)
+        if (value := record.get(name)) is not None
+    }
+
+
+def optimization(record: Record) -> dict[str, str]:
+    parts = {}
+    if (rate := record.get("learning_rate")) is not None:
+        parts["lr"] = f"lr {rate:.1e}"
+    norm = record.get("raw_grad_norm", record.get("grad_norm"))
+    if norm is not None:
+        parts["grad"] = f"grad {format_number(norm, decimals=2)}"
+    return parts
+
+
+def fit(parts: Mapping[str, str], width: int, dropped: set[str]) -> str:
+    """The parts of a line, two spaces apart, without those in `dropped`. While they have more than
+    `width` columns, the next of DROPPED is added to `dropped`; what still does not fit at the end,
+    as the metrics of an evaluation, is left out of this line alone."""
+    kept = {name: text for name, text in parts.items() if name not in dropped}
+    optional = [name for name in DROPPED if name in kept]
+    while len(line := "  ".join(kept.values())) > width and optional:
+        dropped.add(optional[0])
+        del kept[optional.pop(0)]
+    extra = [name for name in kept if name.startswith("eval_")][1:]
+    while len(line) > width and extra:
+        del kept[extra.pop()]
+        line = "  ".join(kept.values())
+    return line
 
 
 class Bar:
@@ -150,17 +207,17 @@ class Bar:
         ]
         for handler, _ in self.handlers:
             handler.console = self.console
+        self.dropped: set[str] = set()
         self.progress.start()
 
     def print(self, line: str) -> None:
         self.console.print(Text(line), soft_wrap=True)
 
-    def update(self, step: int, parts: list[str]) -> None:
-        """Update the bar. A narrow terminal drops parts in the middle, not the loss or the ETA."""
+    def update(self, step: int, parts: Mapping[str, str]) -> None:
+        """Update the bar, which leaves out what does not fit into the terminal."""
         available = self.console.width - len(f"step {step}/{self.steps} ") - BAR_WIDTH - 1
-        while len("  ".join(parts)) > available and len(parts) > 2:
-            parts = [*parts[:-2], parts[-1]]
-        self.progress.update(self.task, completed=step + 1, step=step, text="  ".join(parts))
+        text = fit(parts, available, self.dropped)
+        self.progress.update(self.task, completed=step + 1, step=step, text=text)
 
     def close(self) -> None:
         self.progress.stop()
@@ -206,6 +263,13 @@ def format_number(value: float | int | None, decimals: int = 3) -> str:
     """Fixed decimals for 0.1 to 10,000, so that lines align; else three significant digits."""
     value = float("nan") if value is None else value
     return f"{value:.{decimals}f}" if 0.1 <= abs(value) < 10_000 or value == 0 else f"{value:.3g}"
+
+
+def format_count(value: float) -> str:
+    """143, 9,876, 12.3k, 1.23M."""
+    if value < 9_999.5:
+        return f"{value:,.0f}"
+    return f"{value / 1e3:.1f}k" if value < 999_950 else f"{value / 1e6:.2f}M"
 
 
 def format_step_time(seconds: float) -> str:

@@ -128,7 +128,7 @@ def devices() -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
 def describe_device(kind: str) -> str:
     hardware = lookup(kind)
     if hardware is None:
-        return "peak FLOP/s not known, so MFU will be shown as unknown"
+        return "peak FLOP/s not known, so runs show no MFU"
     peaks = ", ".join(f"{dtype} {peak / 1e12:g}" for dtype, peak in hardware.peak.items())
     memory = f"{hardware.memory_bytes / GIB:.0f} GiB at {hardware.bandwidth / 1e9:g} GB/s"
     return f"{hardware.name}: dense peak TFLOP/s {peaks}; memory {memory}"

@@ -81,15 +81,14 @@ def make_writers(
     *,
     is_writer: bool = True,
     first_step: int = 0,
-    peak_flops: float | None = None,
-    peak_dtype: str = "bfloat16",
+    devices: int = 1,
+    shows_flops: bool = False,
     stream: TextIO | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> list[Writer]:
     """The writers of a run that starts or resumes at `first_step`.
 
-    `peak_flops` (FLOP/s of one device, None if unknown) is the divisor of `mfu`, and `peak_dtype`
-    its dtype; the console shows both. `stream` is the console's (default: standard output).
+    `devices`, `shows_flops` and `stream` (default: standard output) are those of the console.
     """
     if not is_writer:
         return []
@@ -114,7 +113,11 @@ def make_writers(
         add(JsonLines(metrics_path(config), first_step))
         add(
             Console(
-                config.steps, peak_flops, peak_dtype, line_every=config.log_period, stream=stream
+                config.steps,
+                devices,
+                shows_flops=shows_flops,
+                line_every=config.log_period,
+                stream=stream,
             )
         )
         on_failure.pop_all()

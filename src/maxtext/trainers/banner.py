@@ -26,6 +26,7 @@ def banner(
         "Mesh": {
             "devices": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
             "axes": ", ".join(f"{axis} {size}" for axis, size in mesh.items()) or "one device",
+            **describe_peak(config),
             "dtypes": f"{config.dtype.value} on {config.weight_dtype.value} weights",
         },
         "Plan": {
@@ -58,6 +59,13 @@ def describe_model(context: RunContext, step: jax.stages.Compiled) -> dict[str, 
             f"{temporaries} temporary)"
         )
     return model
+
+
+def describe_peak(config: MaxTextConfig) -> dict[str, str]:
+    """The divisor of MFU, if it is known."""
+    dtype = config.dtype.value
+    peak = hardware.peak_flops(jax.devices()[0].device_kind, dtype)
+    return {"peak": f"{peak / 1e12:.0f} TFLOP/s a device in {dtype}, for MFU"} if peak else {}
 
 
 def describe_data(config: MaxTextConfig) -> str:

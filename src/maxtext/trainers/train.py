@@ -125,8 +125,8 @@ def train_locked(
         config,
         is_writer=jax.process_index() == 0,
         first_step=start.step,
-        peak_flops=peak_flops,
-        peak_dtype=config.dtype.value,
+        devices=jax.device_count(),
+        shows_flops=jax.default_backend() != "cpu",
     )
     write_configuration(config)
     # A signal after the last step must not interrupt the last save or the summary.
