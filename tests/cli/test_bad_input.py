@@ -339,6 +339,10 @@ CASES = {
         [*MOE, "sparse_matmul=false", "ragged_buffer_factor=0.5"],
         ["ragged_buffer_factor=0.5", "it needs sparse_matmul=true"],
     ),
+    "attention of a vLLM server": (
+        ["attention=vllm_rpa"],
+        ["attention=vllm_rpa is the attention of a vLLM server", "attention=paged"],
+    ),
     "kernel of dense experts": (
         [*MOE, "sparse_matmul=false", "megablox=false"],
         ["megablox=False", "it needs sparse_matmul=true"],

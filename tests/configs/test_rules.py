@@ -3,6 +3,7 @@
 import pytest
 
 from maxtext.checkpoint.open import model_text
+from maxtext.common.errors import ConfigError
 from maxtext.configs import fields, rules
 from maxtext.configs.derive import Devices
 from maxtext.configs.problems import ProblemKind
@@ -45,3 +46,20 @@ def test_the_text_of_a_model_leaves_out_keys_that_would_have_no_effect():
     assert "base_emb_dim: 4096" in text
     assert "moba_topk" not in text
     assert "q_lora_rank" not in text
+
+
+@pytest.mark.parametrize(
+    ("axis", "remedy"),
+    [
+        ("sequence", "ici_context_parallelism splits sequences"),
+        ("tensor_transpose", "ici_tensor_parallelism splits layers"),
+        ("context_autoregressive", "it splits the KV cache of generation, and training has none"),
+    ],
+)
+@pytest.mark.parametrize("network", ["ici", "dcn"])
+def test_mesh_axes_without_a_rule_are_refused_with_what_to_use(network, axis, remedy):
+    key = f"{network}_{axis}_parallelism"
+    with pytest.raises(ConfigError, match=f"{key}=2 would split nothing: .*{remedy}"):
+        load(None, [f"{key}=2"], environ={}, devices=Devices(2, 1 if network == "ici" else 2))
+    rule = f"logical_axis_rules=[[activation_length, [{axis}]]]"
+    load(None, [f"{key}=2", rule], environ={}, devices=Devices(2, 1 if network == "ici" else 2))

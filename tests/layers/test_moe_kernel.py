@@ -1,15 +1,24 @@
 """The key `megablox` selects the grouped matmul kernel for Hopper GPUs."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import pytest
 
+from maxtext import LLM
+from maxtext.common.errors import ConfigError
 from maxtext.configs.derive import Devices
 from maxtext.layers.context import BuildContext
 from maxtext.layers.inputs import LayerInputs
 from maxtext.layers.parameters import Initializer, Template
 from maxtext.models.common import moe_spec, router_spec
 from maxtext.models.configuration import load
+from maxtext.models.transformer import refuse_absent_kernels
+from maxtext.trainers.run_context import RunContext
+
+EXPERTS = ["decoder_block=mixtral", "num_experts=4", "num_experts_per_tok=2"]
+HOPPER = BuildContext("gpu", 1, "9.0", dtype="bfloat16")
 
 
 @pytest.mark.parametrize(
@@ -17,13 +26,7 @@ from maxtext.models.configuration import load
 )
 def test_megablox_selects_the_hopper_kernel(override, kernel):
     """In the program for such a GPU."""
-    overrides = [
-        "decoder_block=mixtral",
-        "num_experts=4",
-        "num_experts_per_tok=2",
-        "base_emb_dim=64",
-        "base_mlp_dim=128",
-    ]
+    overrides = [*EXPERTS, "base_emb_dim=64", "base_mlp_dim=128"]
     config = load(None, [*overrides, override], environ={}, devices=Devices(1))
     built = Template.of(
         lambda: moe_spec(config, router_spec(config)).build(
@@ -38,3 +41,33 @@ def test_megablox_selects_the_hopper_kernel(override, kernel):
     )
     assert ("mosaic_gpu" in program or "grouped_matmul" in program) == kernel
     assert ("ragged_dot" in program) != kernel
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, None),
+        ({"platform": "cpu", "capability": ""}, "on a CPU"),
+        ({"capability": "10.0"}, "on a GPU of compute capability 10.0"),
+        ({"num_devices": 2}, "on 2 devices"),
+        ({"dtype": "float32"}, "in float32"),
+    ],
+)
+def test_turning_off_an_absent_kernel_is_refused(changes, reason):
+    config = load(None, [*EXPERTS, "megablox=false"], environ={}, devices=Devices(1))
+    context = replace(HOPPER, **changes)
+    if reason is None:
+        refuse_absent_kernels(config, context)
+    else:
+        with pytest.raises(ConfigError, match=f"megablox=false .* would do nothing {reason}: "):
+            refuse_absent_kernels(config, context)
+    refuse_absent_kernels(load(None, EXPERTS, environ={}, devices=Devices(1)), context)
+
+
+def test_training_and_generation_refuse_to_turn_off_an_absent_kernel():
+    message = "megablox=false .* would do nothing on a CPU"
+    config = load(None, [*EXPERTS, "megablox=false"], environ={}, devices=Devices(1))
+    with pytest.raises(ConfigError, match=message):
+        RunContext.from_config(config)
+    with pytest.raises(ConfigError, match=message):
+        LLM.from_config(config)

@@ -25,7 +25,7 @@ TINY = {
     "head_dim": 4,
     "base_mlp_dim": 8,
     "base_num_decoder_layers": 1,
-    "vocab_size": 16,
+    "vocab_size": 300,
     "max_target_length": 8,
 }
 
@@ -37,8 +37,13 @@ class Started(Exception):
 
 
 def command(name, *args):
+    """`name` with `args`, in which {file} is a file with a line of JSON."""
+
     def run(tmp_path, keys):
-        code = main([name, *args, *(f"{key}={value}" for key, value in (TINY | keys).items())])
+        file = tmp_path / "rows.jsonl"
+        file.write_text('{"text": "a", "prompt": "a", "question": "a", "answer": "1"}\n')
+        words = [arg.format(file=file) for arg in args]
+        code = main([name, *words, *(f"{key}={value}" for key, value in (TINY | keys).items())])
         assert code == 2
 
     return run
@@ -54,6 +59,27 @@ COMMANDS = {
     "train": command("train", "dataset_type=synthetic", "steps=1"),
     "decode": command("decode", *NAMED, "prompt=a", "tokenizer_path=byte"),
     "bench": command("bench", "inference", *NAMED),
+    "eval": command("eval", "llama2-7b", "--perplexity", "{file}", NAMED[1]),
+    "evaluate": command(
+        "evaluate",
+        *NAMED,
+        "tokenizer_path=byte",
+        "dataset_type=grain",
+        "grain_file_type=jsonl",
+        "grain_eval_files={file}",
+        "max_prefill_predict_length=4",
+    ),
+    "batch": command("batch", "{file}", "{file}.out", "--model", "llama2-7b", NAMED[1]),
+    "chat": command("chat", "llama2-7b", NAMED[1], "tokenizer_path=byte"),
+    "distill-logits": command(
+        "distill-logits", "--top-k", "2", "{file}.logits", "dataset_type=synthetic"
+    ),
+    "grpo": command(
+        "grpo",
+        "dataset_type=grain",
+        "grain_train_files={file}",
+        "max_prefill_predict_length=4",
+    ),
     "serve": command("serve", "default", "--port=0", "tokenizer_path=byte"),
     "estimate": command("estimate", "--no-compile"),
     "compile": command("compile", "compiled_trainstep_file=/nowhere/step"),
@@ -73,6 +99,7 @@ def flags(monkeypatch):
         "maxtext.trainers.train.run_folder",
         "maxtext.cli.estimate.estimate_memory",
         "maxtext.trainers.compilation.aot.check_writable",
+        "maxtext.trainers.distillation.write_logits.write_logits",
     ):
         monkeypatch.setattr(name, stop)
     yield jax.config

@@ -44,7 +44,6 @@ from maxtext.inference.loading import (
     random_weights,
     read_adapters,
     resolve_config,
-    split_caches,
 )
 from maxtext.inference.processing import (
     NO_TOKENIZER,
@@ -66,7 +65,7 @@ from maxtext.inference.warmup import warmup_requests
 from maxtext.layers.context import BuildContext
 from maxtext.layers.lora import split_adapter
 from maxtext.layers.parameters import Template
-from maxtext.models.transformer import make_template
+from maxtext.models.transformer import make_template, refuse_absent_kernels
 from maxtext.sharding import AxisRules, make_mesh
 from maxtext.tokenizers import Tokenizer, find_tokenizer, load_tokenizer
 
@@ -121,7 +120,6 @@ class LLM(AdapterMethods):
         Layers are unrolled unless scan_layers=True, and weights that are bfloat16 on disk stay so
         unless weight_dtype is set.
         """
-        keys = split_caches(keys)
         folder = find_folder(path, keys.get("hf_access_token"))
         if folder.is_dir():
             checkpoint = open_checkpoint(folder)
@@ -156,6 +154,7 @@ class LLM(AdapterMethods):
         configure_process(config)
         template = make_template(config)
         rules = AxisRules.from_config(config, make_mesh(config))
+        refuse_absent_kernels(config, context or inference_context(config, rules))
         loaded = read_adapters(config, adapters)  # an error comes before the weights are loaded
         if checkpoint is None:
             weights = random_weights(config, template, rules)

@@ -20,6 +20,7 @@ from maxtext.common.files import read_json_object
 from maxtext.common.hub import find_folder, model_name
 from maxtext.configs import provenance
 from maxtext.configs.load import peek_setting
+from maxtext.configs.merge import axis_rules
 from maxtext.configs.provenance import Layer, Setting
 from maxtext.configs.types import MaxTextConfig
 from maxtext.layers.context import INFERENCE, BuildContext
@@ -30,6 +31,7 @@ from maxtext.models.transformer import build_context, initial_weights, make_temp
 from maxtext.sharding import AxisRules
 from maxtext.tokenizers import Tokenizer
 
+CACHE_LENGTH = "cache_sequence"  # the logical axis of the length of a KV cache
 # PEFT folders, which have the names of their folders, or by name
 Folders = Sequence[str | os.PathLike] | Mapping[str, str | os.PathLike] | None
 
@@ -51,6 +53,7 @@ def resolve_config(
         return {key: Setting(value, provenance.Source("derived", origin))}
 
     defaults = derived("scan_layers", False, "inference")
+    overrides = overrides | cache_length_rules(overrides, path)
     if checkpoint is None:
         return load(path, defaults | overrides)
     if (positions := checkpoint.settings.get("trainable_position_size")) is not None:
@@ -166,11 +169,19 @@ def find_eos_ids(hf_assets: Iterable[Path], tokenizer: Tokenizer | None) -> list
     return []
 
 
-def split_caches(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys, with the rule that shards caches by their length over context_autoregressive
-    devices, if there are any.
-    """
-    devices = [keys.get(f"{kind}_context_autoregressive_parallelism", 1) for kind in ("ici", "dcn")]
-    if "logical_axis_rules" in keys or devices == [1, 1]:
-        return dict(keys)
-    return {**keys, "logical_axis_rules": [["cache_sequence", ["context_autoregressive"]]]}
+def cache_length_rules(overrides: Layer, path: str | None) -> Layer:
+    """logical_axis_rules that split caches by their length over the context_autoregressive axis, if
+    it has several devices and no rule of the user splits them."""
+    sizes = [
+        peek_setting(f"{network}_context_autoregressive_parallelism", path, overrides, os.environ)
+        for network in ("ici", "dcn")
+    ]
+    if all(size in (None, 1) for size in sizes):
+        return {}
+    key = "logical_axis_rules"
+    source = provenance.Source("derived", "inference")
+    outer = Setting(peek_setting(key, path, {}, os.environ) or [], source)
+    rules = axis_rules(overrides.get(key, Setting([], source)))
+    if any(name == CACHE_LENGTH for name, _ in [*axis_rules(outer), *rules]):
+        return {}
+    return {key: Setting([*rules, [CACHE_LENGTH, ["context_autoregressive"]]], source)}

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxtext.common import hash_rng
+from maxtext.common.errors import ConfigError
 from maxtext.configs.types import MaxTextConfig
 from maxtext.layers.adapters import HEAD, AdapterSpec, adapter_inputs, use_adapter_inputs
 from maxtext.layers.attention import ATTENTIONS
@@ -302,6 +303,27 @@ def build_context(
         "adapters": adapters,
     }
     return BuildContext(**options) if rules is None else BuildContext.from_rules(rules, **options)
+
+
+def refuse_absent_kernels(config: MaxTextConfig, context: BuildContext) -> None:
+    """Raise ConfigError for a key that turns off a kernel which these devices do not have."""
+    if config.megablox or not config.source("megablox").is_user:
+        return
+    gpu = f"a GPU of compute capability {context.capability or 'unknown'}"
+    reasons = {
+        f"on {gpu if context.platform == 'gpu' else 'a ' + context.platform.upper()}": (
+            context.platform == "gpu" and context.capability == "9.0"
+        ),
+        f"on {context.num_devices} devices": context.num_devices == 1,
+        f"in {context.dtype}": context.dtype == "bfloat16",
+    }
+    reason = next((reason for reason, fits in reasons.items() if not fits), None)
+    if reason is not None:
+        raise ConfigError(
+            f"megablox=false ({config.source('megablox')}) would do nothing {reason}: the kernel "
+            "that it turns off is for one NVIDIA Hopper GPU and bfloat16; jax.lax.ragged_dot runs "
+            "in its place, so leave the key out"
+        )
 
 
 def make_template(config: MaxTextConfig, context: BuildContext | None = None) -> Template:

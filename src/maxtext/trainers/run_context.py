@@ -17,7 +17,7 @@ from maxtext.layers.lora import split_adapter
 from maxtext.layers.parameters import Template
 from maxtext.layers.quantized import abstract_quantized
 from maxtext.models.counts import train_flops_per_token
-from maxtext.models.transformer import initial_weights
+from maxtext.models.transformer import build_context, initial_weights, refuse_absent_kernels
 from maxtext.optimizers import build_optimizer
 from maxtext.sharding import AxisRules, make_mesh, use_rules
 from maxtext.trainers.adapters import run_adapters
@@ -43,7 +43,9 @@ class RunContext:
         """For the devices of this run, or for given ones, which may be absent: then the step can
         be compiled but not run. Raises ConfigError for keys that only inference supports."""
         reject_inference_keys(config)
-        return cls.from_rules(config, AxisRules.from_config(config, make_mesh(config, devices)))
+        rules = AxisRules.from_config(config, make_mesh(config, devices))
+        refuse_absent_kernels(config, build_context(config, rules))
+        return cls.from_rules(config, rules)
 
     @classmethod
     def from_rules(cls, config: MaxTextConfig, rules: AxisRules) -> "RunContext":

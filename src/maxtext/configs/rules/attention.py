@@ -1,5 +1,6 @@
 """Rules of the attention keys."""
 
+from maxtext.configs.problems import ProblemKind
 from maxtext.configs.rules.rule import in_range, inert_unless, one_of, rule
 from maxtext.configs.types import Settings
 
@@ -11,7 +12,7 @@ one_of(
     "cudnn_flash_jax",
     "cudnn_flash_te",
     "paged",
-    "vllm_rpa",
+    "vllm_rpa",  # refused below, with the reason
 )
 in_range(1, None, "moba_chunk_size", "moba_topk", "ragged_block_size", "qk_clip_threshold")
 in_range(0, 1, "partial_rotary_factor")
@@ -45,6 +46,16 @@ def uses_mla(settings: Settings) -> bool:
 
 def saves_custom_tensors(settings: Settings) -> bool:
     return settings.remat_policy == "custom"
+
+
+@rule("attention", ProblemKind.UNSUPPORTED)
+def attention_is_not_of_vllm(settings: Settings) -> str | None:
+    if settings.attention != "vllm_rpa":
+        return None
+    return (
+        "attention=vllm_rpa is the attention of a vLLM server, which this package does not use: "
+        "leave it out, or set attention=paged to generate text with a paged KV cache"
+    )
 
 
 inert_unless(lambda s: s.use_qk_clip, "use_qk_clip=true", "qk_clip_threshold")

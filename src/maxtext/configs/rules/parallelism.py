@@ -1,5 +1,6 @@
 """Rules of the mesh, sharding and rematerialization keys."""
 
+from maxtext.configs.mesh_sizes import size_key
 from maxtext.configs.problems import ProblemKind
 from maxtext.configs.rules.rule import derived_rule, in_range, inert_unless, one_of, rule
 from maxtext.configs.types import MaxTextConfig, Settings
@@ -204,6 +205,15 @@ def reordering_needs_balance(config: MaxTextConfig) -> str | None:
     return None
 
 
+# Mesh axes without a default rule, and what to use instead.
+UNRULED_AXES = {
+    "sequence": "ici_context_parallelism splits sequences",
+    "tensor_transpose": "ici_tensor_parallelism splits layers, and ici_fsdp_transpose_parallelism "
+    "weights along their other dimension",
+    "context_autoregressive": "it splits the KV cache of generation, and training has none",
+}
+
+
 @derived_rule("mesh_axes")
 def every_mesh_axis_splits_something(config: MaxTextConfig) -> str | None:
     named = {
@@ -212,13 +222,17 @@ def every_mesh_axis_splits_something(config: MaxTextConfig) -> str | None:
         for axis in ([axes] if isinstance(axes, str) else axes or ())
     }
     sizes = zip(config.mesh_axes, config.ici_parallelism, config.dcn_parallelism, strict=True)
-    idle = [axis for axis, ici, dcn in sizes if ici * dcn > 1 and axis not in named]
-    if idle:
-        return (
-            f"mesh axis {idle[0]} has more than one device, but no logical axis rule names it, so "
-            "all its devices compute the same: use another axis, or add it to logical_axis_rules"
-        )
-    return None
+    idle = [(axis, ici, dcn) for axis, ici, dcn in sizes if ici * dcn > 1 and axis not in named]
+    if not idle:
+        return None
+    axis, ici, dcn = idle[0]
+    network, size = ("ici", ici) if ici > 1 else ("dcn", dcn)
+    hint = UNRULED_AXES.get(axis, "use another axis")
+    return (
+        f"{size_key(axis, network)}={size} would split nothing: no rule of logical_axis_rules "
+        f"names the mesh axis {axis}, so all its devices would compute the same: {hint}; to split "
+        f"an axis of your choice, add [name, [{axis}]] to logical_axis_rules"
+    )
 
 
 @derived_rule("num_layers_per_pipeline_stage")
