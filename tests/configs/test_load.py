@@ -103,6 +103,36 @@ def test_documents_of_pre_training_are_split_unless_the_user_truncates(
     assert str(config.source("use_truncation")).startswith(source)
 
 
+@pytest.mark.parametrize(
+    ("preset", "all_weights", "adapters"),
+    [
+        ("sft", 2e-5, 2e-4),  # as TRL's scripts sft.py and distillation.py
+        ("distill", 2e-5, 2e-4),
+        ("dpo", 1e-6, 5e-6),  # DPOConfig, and dpo.py with LoRA
+        ("orpo", 8e-6, 8e-5),
+        ("grpo", 1e-6, 1e-5),
+    ],
+)
+def test_adapters_have_a_learning_rate_of_their_own(file, preset, all_weights, adapters):
+    data = ["dataset_type=grain", "grain_train_files=rows.jsonl", "grain_file_type=jsonl"]
+    if preset == "distill":
+        data.append("teacher_overrides.load_parameters_path=teacher")
+
+    def rate(path, *overrides):
+        return load(path, [*data, *overrides], environ={}, devices=Devices(1)).learning_rate
+
+    assert rate(preset) == rate(preset, "lora_rank=8", "enable_lora=false") == all_weights
+    assert rate(preset, "lora_rank=8") == rate(preset, "lora_restore_path=adapter") == adapters
+    assert rate(preset, "lora_rank=8", "learning_rate=0.5") == 0.5
+    mine = file(f"base_config: {preset}.yml\nlearning_rate: 0.25\nlora_rank: 8\n")
+    assert rate(mine) == 0.25
+
+
+def test_adapters_of_pre_training_have_the_default_learning_rate():
+    config = load(None, ["dataset_type=synthetic", "lora_rank=8"], environ={}, devices=Devices(1))
+    assert config.learning_rate == 3e-5
+
+
 def test_use_truncation_in_a_file_of_the_user_counts_as_set(file):
     assert resolved(path=file("use_truncation: true\n")).use_truncation
     assert resolved(path=file(sources.BASE.read_text())).use_truncation

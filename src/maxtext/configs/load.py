@@ -31,6 +31,11 @@ from maxtext.configs.yaml_loader import YamlLoader
 ATTENTION_ALIASES = {"cudnn_flash_te": "cudnn_flash_jax"}  # Transformer Engine is not used here
 UNBOUNDED_EPOCHS = 2**31 - 1
 MAX_UNROLLED_LAYERS = 64  # on GPUs, where layers are unrolled by default
+# The learning rate of adapters by method, if the user sets none. Those of SFT, distillation and DPO
+# are those of TRL's scripts (sft.py, distillation.py, dpo.py), ten times the rates for all weights;
+# "LoRA Without Regret" (Thinking Machines, 2025) measures the same factor, also in reinforcement
+# learning. It is applied to the published rates of ORPO (8e-6) and of TRL's GRPOConfig (1e-6).
+LORA_LEARNING_RATES = {"sft": 2e-4, "dpo": 5e-6, "orpo": 8e-5, "grpo": 1e-5}
 # keys that only scanned layers read: a user who sets one wants layers to be scanned
 SCAN_KEYS = ("param_scan_axis", "inhomogeneous_layer_cycle_interval")
 
@@ -167,6 +172,7 @@ def fill_defaults(settings: Layer, environ: Mapping[str, str]) -> None:
     if fields.validated("enable_lora", settings["enable_lora"].value) is False:
         for key in Adapters.model_fields.keys() - {"enable_lora", "max_adapters"}:
             settings[key] = sources.base_layer()[key]
+    fill_lora_learning_rate(settings, is_fine_tuning)
     attention = settings["attention"]
     if isinstance(attention.value, str) and attention.value in ATTENTION_ALIASES:
         name = ATTENTION_ALIASES[attention.value]
@@ -185,6 +191,28 @@ def fill_defaults(settings: Layer, environ: Mapping[str, str]) -> None:
         settings["tokenizer_path"] = Setting(published_tokenizers()[model], published)
         if settings["tokenizer_type"].source.kind == "default":
             settings["tokenizer_type"] = Setting("huggingface", published)
+
+
+def fill_lora_learning_rate(settings: Layer, is_fine_tuning: bool) -> None:
+    """The learning rate of adapters in place of that for all weights, which a preset or base.yml
+    has; for fine-tuning and distillation."""
+    rate = settings["learning_rate"]
+    if rate.source.is_user and not sources.is_preset(rate.source):
+        return
+    is_distilling = settings["teacher_overrides"].value or settings["offline_data_dir"].value
+    has_adapters = any(
+        fields.validated(key, settings[key].value) for key in ("lora_rank", "lora_restore_path")
+    )
+    if not (has_adapters and (is_fine_tuning or is_distilling)):
+        return
+    method = "sft"
+    if fields.validated("use_grpo", settings["use_grpo"].value) is True:
+        method = "grpo"
+    elif fields.validated("use_dpo", settings["use_dpo"].value) is True:
+        method = "orpo" if settings["dpo_loss_type"].value == "orpo" else "dpo"
+    settings["learning_rate"] = Setting(
+        LORA_LEARNING_RATES[method], Source("derived", "LoRA of " + method)
+    )
 
 
 def fill_rl_defaults(settings: Layer) -> None:
