@@ -20,6 +20,7 @@ HOME_DEFAULTS = {"jax_cache_dir": "~/jax_cache"}
 # Keys that only this project has.
 ADDED_KEYS = {
     "BadData": ["max_bad_records"],
+    "InterimCheckpoints": ["checkpoint_period_minutes"],
     "DataOrder": ["data_streams", "mixture_stopping_strategy"],
     "Preferences": [
         "dpo_loss_type",

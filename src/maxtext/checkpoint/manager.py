@@ -36,6 +36,7 @@ from maxtext.common.log import LOGGER
 from maxtext.configs.types import MaxTextConfig
 
 RUN_FILE, MODEL_FILE = "run.json", "config.yml"
+INTERIM = "interim"  # in run.json: whether the next save replaces this step
 
 
 def iterator_file(process: int) -> str:
@@ -209,6 +210,7 @@ class CheckpointManager:
         try:
             write_digest(folder, jax.process_index(), jax.process_count())
             if jax.process_index() == 0:
+                remove_interim_steps(self.folder)
                 steps.remove_old_steps(self.folder, self.max_to_keep, self.archive)
         except OSError as error:
             LOGGER.warning(
@@ -245,6 +247,15 @@ class CheckpointManager:
         self.wait()
         with contextlib.suppress(Exception):  # a failed save was logged already
             self.orbax.close()
+
+
+def remove_interim_steps(folder: Path) -> None:
+    """Delete the interim steps before the newest step."""
+    for step in steps.all_steps(folder)[:-1]:
+        path = folder / str(step)
+        with contextlib.suppress(OSError, ValueError):  # a damaged file: the step stays
+            if json.loads((path / steps.RUN / RUN_FILE).read_text()).get(INTERIM):
+                steps.delete_step(path)
 
 
 def quiet_orbax() -> None:

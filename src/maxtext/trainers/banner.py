@@ -82,6 +82,8 @@ def describe_outputs(config: MaxTextConfig) -> str:
         period = "at every chance"
     else:
         period = f"every {config.checkpoint_period:,} steps"
+        if config.checkpoint_period_minutes:
+            period += f", an interim one every {config.checkpoint_period_minutes:g} minutes"
     limit = config.max_num_checkpoints_to_keep
     return f"metrics, plots, and checkpoints {period}" + (
         f", of which {limit} stay" if limit else ""

@@ -41,7 +41,7 @@ def go(configure, light_compiler, tmp_path, monkeypatch):
     """
     monkeypatch.setattr(outcome, "save_loss_png", lambda *_, **__: None)
 
-    def run(name, *overrides):
+    def run(name, *overrides, hooks=()):
         given = {override.partition("=")[0] for override in overrides}
         rest = [
             override
@@ -53,7 +53,7 @@ def go(configure, light_compiler, tmp_path, monkeypatch):
             f"run_name={name}",
             f"metrics_file={tmp_path}/{name}.jsonl",
         )
-        return train.train(configure(*rest, *overrides, *paths))
+        return train.train(configure(*rest, *overrides, *paths), hooks=hooks)
 
     run.folder = tmp_path
     run.checkpoints = lambda name: tmp_path / name / "checkpoints"
@@ -115,6 +115,24 @@ def test_a_resumed_run_equals_an_uninterrupted_one(go):
     again = go("parts", "steps=9")
     assert again.summary["steps"] == 9
     assert listing(go.folder / "parts") == before, "a finished run is left alone"
+
+
+@pytest.mark.slow
+def test_the_next_save_replaces_an_interim_checkpoint(go):
+    """A kill after the second of five steps loses one of them; at the end only saves by steps and
+    the last one are there."""
+    saved = []
+
+    class Look(Hook):
+        def before_step(self, loop):
+            saved.append(all_steps(go.checkpoints("run")))
+
+    go(
+        "run", "steps=5", "checkpoint_period=2", "checkpoint_period_minutes=1e-9",
+        "async_checkpointing=false", hooks=[Look()],
+    )  # fmt: skip
+    assert saved == [[], [1], [2], [2, 3], [2, 4]]
+    assert all_steps(go.checkpoints("run")) == [2, 4, 5]
 
 
 @pytest.mark.slow

@@ -29,6 +29,7 @@ from maxtext.configs.types.training import *
 class Settings(
     RunInfo,
     Checkpointing,
+    InterimCheckpoints,
     OrbaxStorage,
     EmergencyCheckpointing,
     DataTypes,

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from pydantic import NonNegativeInt
+from pydantic import NonNegativeFloat, NonNegativeInt
 
 from maxtext.configs.types.group import Group
 
@@ -31,6 +31,12 @@ class Checkpointing(Group):
     enable_continuous_checkpointing: bool = False
     colocated_python_checkpointing: bool = False
     enable_autocheckpoint: bool = False
+
+
+class InterimCheckpoints(Group):
+    """Saves between those of checkpoint_period, by the clock."""
+
+    checkpoint_period_minutes: NonNegativeFloat = 10.0
 
 
 class OrbaxStorage(Group):

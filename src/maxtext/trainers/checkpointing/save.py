@@ -1,11 +1,13 @@
 """The hook that saves checkpoints (periodically, continuously, at the end), and what they hold."""
 
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from maxtext.checkpoint.manager import CheckpointManager, StorageOptions
+from maxtext.checkpoint.manager import INTERIM, CheckpointManager, StorageOptions
 from maxtext.checkpoint.multihost import SaveFailed, broadcast_from_first
 from maxtext.checkpoint.open import model_text
 from maxtext.checkpoint.state import OPTIMIZER, WEIGHTS, to_flat_dict
@@ -38,6 +40,7 @@ class Save(Hook):
         source: BatchIterator,
         start: Start,
         frozen_checksum: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ):
         config = context.config
         self.context = context
@@ -55,6 +58,9 @@ class Save(Hook):
         # data positions after the last few steps, one of which may be the last finite one
         self.positions = {start.step: source.get_state()}
         self.last_saved = start.step  # the newest step whose save was started
+        self.clock = clock
+        self.last_save_time = clock()
+        self.next_look = start.step + 1  # the step after which the clock is read
 
     def after_step(self, loop: Loop) -> None:
         # All processes stop after the same step, and try once more to save.
@@ -63,7 +69,7 @@ class Save(Hook):
         self.positions[loop.step] = self.source.get_state()
         self.positions.pop(loop.step - METRICS_DELAY - 2, None)
         step = loop.step
-        is_due = self.is_due(step)
+        is_due = self.is_due(step) or self.is_due_by_the_clock(step)
         is_local_due = self.local is not None and step % self.config.local_checkpoint_period == 0
         if is_due or is_local_due:
             loop.wait()
@@ -78,13 +84,29 @@ class Save(Hook):
             self.saver.busy
         )
 
-    def save(self, step: int, loop: Loop) -> None:
+    def is_due_by_the_clock(self, step: int) -> bool:
+        """The same on all processes: they read the first one's clock after the same step, at half
+        of the time that is left."""
+        period = self.config.checkpoint_period_minutes * 60
+        if not period or step < self.next_look or step >= self.config.steps:
+            return False
+        milliseconds = broadcast_from_first(int((self.clock() - self.last_save_time) * 1000))
+        elapsed = max(milliseconds / 1000, 1e-3)
+        steps_left = (period - elapsed) * max(step - self.last_saved, 1) / elapsed
+        self.next_look = step + max(int(steps_left / 2), 1)
+        return elapsed >= period
+
+    def save(self, step: int, loop: Loop, is_last: bool = False) -> None:
         self.last_saved = step
+        self.last_save_time = self.clock()
+        self.next_look = step + 1
+        is_planned = is_last or self.config.enable_continuous_checkpointing
+        is_interim = not is_planned and step % self.config.checkpoint_period != 0
         tree = tree_to_save(self.context, loop.state, loop.key)
         self.saver.save(
             step,
             tree,
-            describe_run(self.context, step, self.frozen_checksum),
+            describe_run(self.context, step, self.frozen_checksum) | {INTERIM: is_interim},
             model_text(self.config),
             self.positions[step],
         )
@@ -113,7 +135,7 @@ class Save(Hook):
         if self.should_save_last(loop) and (
             step != self.last_saved or self.saver.failure is not None
         ):
-            self.save(step, loop)
+            self.save(step, loop, is_last=True)
             self.saver.wait()
         if self.saver.failure is not None:
             raise SaveFailed(
