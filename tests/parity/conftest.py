@@ -22,6 +22,7 @@ else:
         "test_training.py",
         "test_fine_tuning.py",
         "test_served.py",
+        "test_variations.py",
     ]
 
 

@@ -74,6 +74,7 @@ def per_layer(kind: Kind) -> Kind:
 
 
 NULL = Kind("null", lambda value: value is None)
+ZERO = Kind("0", lambda value: not isinstance(value, bool) and value == 0)
 SWITCH = Kind("true or false", lambda value: isinstance(value, bool))
 TEXT = Kind("text", lambda value: isinstance(value, str))
 OBJECT = Kind("an object", lambda value: isinstance(value, dict))
@@ -115,8 +116,8 @@ TOP_FIELDS = {
 ROPE_FIELDS = {
     **all_of(TEXT | NULL, "rope_type", "type"),
     **all_of(POSITIVE | NULL, "rope_theta", "low_freq_factor", "high_freq_factor", "beta_fast",
-             "beta_slow",
-           "attention_factor", "mscale", "mscale_all_dim"),
+             "beta_slow", "attention_factor"),
+    **all_of(POSITIVE | ZERO | NULL, "mscale", "mscale_all_dim"),  # 0 is as null
     "factor": number(0, 1e9) | NULL,
     "original_max_position_embeddings": SIZE | NULL,
     "partial_rotary_factor": FRACTION | NULL,
@@ -178,7 +179,7 @@ def rope_problems(text: Json, prefix: str) -> list[str]:
         rope = text.get(name) or {}
         kinds = [kind for kind in LAYER_KINDS if kind in rope]
         problems += field_problems(
-            rope, {**ROPE_FIELDS, **all_of(OBJECT, *kinds)}, f"{prefix}{name}."
+            rope, {**ROPE_FIELDS, **all_of(OBJECT | NULL, *kinds)}, f"{prefix}{name}."
         )
         for kind in kinds:
             if isinstance(rope[kind], dict):

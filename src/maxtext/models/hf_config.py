@@ -93,7 +93,12 @@ def rope_entries(layers: LayerSpecs, default: Json | None = None) -> Json:
     for spec, layer_type in zip(layers, layer_types(layers), strict=True):
         entries.setdefault(layer_type, rope_entry(spec.attention.rope))
     default = default or next(iter(entries.values()))
-    return {kind: entries.get(kind, default) for kind in ("full_attention", "sliding_attention")}
+    # transformers reads truncate beside the kinds of layers.
+    truncate = {entry.pop("truncate") for entry in entries.values() if "truncate" in entry}
+    return {
+        **{kind: entries.get(kind, default) for kind in ("full_attention", "sliding_attention")},
+        **({"truncate": False} if False in truncate else {}),
+    }
 
 
 def layer_types(layers: LayerSpecs) -> list[str]:

@@ -45,14 +45,25 @@ def read_config(folder: Path) -> Json:
 def mapping_of(hf_config: Json, source: str) -> HfMapping:
     """The mapping of a config.json. Raises UserError if its architecture is unknown."""
     architectures = hf_config.get("architectures") or []
+    model_type = hf_config.get("model_type")
+    of_type = next(
+        (
+            mapping
+            for mapping in MAPPINGS
+            if model_type in (mapping.model_type, mapping.model_type.removesuffix("_text"))
+        ),
+        None,
+    )
     for mapping in MAPPINGS:
         if any(name in mapping.architectures for name in architectures):
+            if of_type not in (None, mapping):
+                raise UserError(
+                    f"{source}: architectures is {', '.join(architectures)} and model_type is "
+                    f"{model_type}, another family's: correct the wrong one"
+                )
             return mapping
-    model_type = hf_config.get("model_type")
-    if not architectures:
-        for mapping in MAPPINGS:
-            if model_type in (mapping.model_type, mapping.model_type.removesuffix("_text")):
-                return mapping
+    if not architectures and of_type:
+        return of_type
     supported = ", ".join(mapping.architectures[0] for mapping in MAPPINGS)
     raise UserError(
         f"{source}: the architecture {', '.join(architectures) or model_type} is not known; these "
@@ -93,7 +104,7 @@ def read_settings(mapping: HfMapping, hf_config: Json, source: str) -> Layer:
     if "tie_word_embeddings" in hf_config and text_config is not hf_config:
         text_config = {"tie_word_embeddings": hf_config["tie_word_embeddings"]} | text_config
     try:
-        settings = mapping.read({**mapping.defaults, **text_config})
+        settings = mapping.read(mapping.entries(text_config))
     except KeyError as error:
         raise UserError(
             f"{source}: {error.args[0]} is missing, and {mapping.architectures[0]} needs it"

@@ -9,6 +9,7 @@ from maxtext.hf.config_json import (
     layer_kinds,
     size_defaults,
     uniform_rope,
+    window_size,
 )
 from maxtext.hf.layer_rules import HF_LAYER, attention_rules, mlp_rules, norm_rules, outer_rules
 from maxtext.hf.rules import Rule
@@ -26,8 +27,8 @@ def read_cohere(hf_config: Json) -> ModelSettings:
 
 def read_cohere2(hf_config: Json) -> ModelSettings:
     settings = read_shared(hf_config, "cohere2")
-    settings.keys["sliding_window_size"] = hf_config["sliding_window"] or 0
-    pattern = hf_config.get("sliding_window_pattern", 4)
+    settings.keys["sliding_window_size"] = window_size(hf_config)
+    pattern = hf_config["sliding_window_pattern"]
     settings.hf_attributes["layer_kinds"] = layer_kinds(
         hf_config, lambda i: "sliding" if (i + 1) % pattern else "full"
     )
@@ -83,6 +84,7 @@ DEFAULTS = size_defaults(
     layer_norm_eps=1e-5,
     logit_scale=0.0625,
     tie_word_embeddings=True,
+    attention_bias=False,
 )
 FIELDS = {
     **all_of(POSITIVE | NULL, "layer_norm_eps"),
@@ -104,6 +106,6 @@ COHERE2 = HfMapping(
     read=read_cohere2,
     write=write_cohere2,
     rules=cohere_rules,
-    defaults=DEFAULTS | {"sliding_window": 4096},
+    defaults=DEFAULTS | {"sliding_window": 4096, "layer_types": None, "sliding_window_pattern": 4},
     fields=all_of(SIZE, "sliding_window_pattern"),
 )

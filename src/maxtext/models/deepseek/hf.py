@@ -9,11 +9,8 @@ from maxtext.hf.config_json import (
     Json,
     ModelSettings,
     dense_keys,
-    require,
-    rope_parameters,
     size_defaults,
     uniform_rope,
-    yarn_temperature,
 )
 from maxtext.hf.layer_rules import (
     HF_LAYER,
@@ -23,6 +20,7 @@ from maxtext.hf.layer_rules import (
     norm_rules,
     outer_rules,
 )
+from maxtext.hf.rope_parameters import required, rope_parameters, yarn_temperature
 from maxtext.hf.rules import Rule
 from maxtext.hf.schema import COUNT, NULL, POSITIVE, SIZE, SWITCH, TEXT, all_of, list_of, per_layer
 from maxtext.models.hf_config import LayerSpecs, dense_entries, first_rope_entry, has_experts
@@ -52,23 +50,23 @@ def read_shared(hf_config: Json, interleave: bool = True) -> ModelSettings:
         "num_experts_per_tok": hf_config["num_experts_per_tok"],
         "shared_experts": hf_config["n_shared_experts"] or 0,
         "routed_scaling_factor": hf_config["routed_scaling_factor"],
-        "n_routing_groups": hf_config.get("n_group") or -1,
-        "topk_routing_group": hf_config.get("topk_group") or -1,
+        "n_routing_groups": hf_config["n_group"] or -1,
+        "topk_routing_group": hf_config["topk_group"] or -1,
         "first_num_dense_layers": min(
             hf_config["first_k_dense_replace"], hf_config["num_hidden_layers"]
         ),
     }
     scale = (hf_config["qk_nope_head_dim"] + hf_config["qk_rope_head_dim"]) ** -0.5
     parameters = rope_parameters(hf_config)
-    if parameters.get("rope_type", "default") != "default" and parameters.get("mscale_all_dim"):
-        scale *= yarn_temperature(parameters["factor"], parameters["mscale_all_dim"]) ** 2
+    if parameters["rope_type"] != "default" and parameters.get("mscale_all_dim"):
+        factor = required(parameters, "factor")
+        scale *= yarn_temperature(factor, parameters["mscale_all_dim"]) ** 2
     return ModelSettings(keys, {"softmax_scale": scale} | rope.hf_attributes)
 
 
 def read_deepseek2(hf_config: Json) -> ModelSettings:
-    require(hf_config, scoring_func="softmax")
     settings = read_shared(hf_config)
-    method = hf_config.get("topk_method") or "greedy"
+    method = hf_config["topk_method"] or "greedy"
     if method == "greedy":
         settings.keys |= {"n_routing_groups": -1, "topk_routing_group": -1}
     elif method != "group_limited_greedy":
@@ -81,7 +79,6 @@ def read_deepseek2(hf_config: Json) -> ModelSettings:
 
 
 def read_deepseek3(hf_config: Json) -> ModelSettings:
-    require(hf_config, scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1)
     settings = read_shared(hf_config, bool(hf_config.get("rope_interleave", True)))
     settings.keys |= {"routed_score_func": "sigmoid", "routed_bias": True}
     settings.hf_attributes["normalise_chosen"] = bool(hf_config["norm_topk_prob"])
@@ -96,7 +93,7 @@ def read_deepseek32(hf_config: Json) -> ModelSettings:
         "indexer_head_dim": hf_config["index_head_dim"],
         "indexer_topk": hf_config["index_topk"],
     }
-    if hf_config.get("mlp_layer_types"):
+    if hf_config["mlp_layer_types"]:
         settings.hf_attributes["moe_layers"] = [
             kind == "sparse" for kind in hf_config["mlp_layer_types"]
         ]
@@ -241,6 +238,7 @@ LATENT_DEFAULTS = {
     "qk_nope_head_dim": 128,
     "qk_rope_head_dim": 64,
     "v_head_dim": 128,
+    "attention_bias": False,
 }
 DEEPSEEK3_DEFAULTS = LATENT_DEFAULTS | {
     "n_routed_experts": 256,
@@ -253,12 +251,18 @@ DEEPSEEK3_DEFAULTS = LATENT_DEFAULTS | {
     "norm_topk_prob": True,
     "first_k_dense_replace": 3,
 }
+# transformers does not read these: it has one router for the family.
+SUPPORTED = {
+    "scoring_func": (None, "sigmoid"),
+    "topk_method": (None, "noaux_tc"),
+    "moe_layer_freq": (None, 1),
+}
 FIELDS = {
     **all_of(SIZE, "n_routed_experts", "kv_lora_rank", "qk_rope_head_dim", "v_head_dim"),
     **all_of(SIZE, "index_n_heads", "index_head_dim", "index_topk"),
     **all_of(COUNT, "first_k_dense_replace", "qk_nope_head_dim"),
-    **all_of(SIZE | NULL, "n_group", "topk_group"),
-    **all_of(COUNT | NULL, "q_lora_rank", "n_shared_experts", "num_nextn_predict_layers"),
+    **all_of(SIZE | NULL, "n_group", "topk_group", "q_lora_rank"),
+    **all_of(COUNT | NULL, "n_shared_experts", "num_nextn_predict_layers"),
     **all_of(POSITIVE, "routed_scaling_factor"),
     **all_of(SWITCH | NULL, "rope_interleave"),
     **all_of(TEXT | NULL, "topk_method", "scoring_func"),
@@ -287,7 +291,16 @@ MAPPINGS = (
             routed_scaling_factor=1.0,
             first_k_dense_replace=0,
             topk_method="greedy",
+            n_group=None,
+            topk_group=None,
+            num_experts_per_tok=None,
         ),
+        supported={
+            "scoring_func": (None, "softmax"),
+            "moe_layer_freq": (None, 1),
+            "mlp_bias": (None, False),
+        },
+        aliases={"num_experts": "n_routed_experts"},
         fields=FIELDS,
     ),
     HfMapping(
@@ -309,6 +322,8 @@ MAPPINGS = (
             **DEEPSEEK3_DEFAULTS,
             rope_interleave=True,
         ),
+        supported=SUPPORTED,
+        aliases={"num_local_experts": "n_routed_experts"},
     ),
     HfMapping(
         architectures=("DeepseekV32ForCausalLM",),
@@ -330,6 +345,9 @@ MAPPINGS = (
             index_n_heads=64,
             index_head_dim=128,
             index_topk=2048,
+            mlp_layer_types=None,
         ),
+        supported=SUPPORTED,
+        aliases={"num_experts": "n_routed_experts", "num_local_experts": "n_routed_experts"},
     ),
 )

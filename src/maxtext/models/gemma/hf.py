@@ -9,12 +9,9 @@ from maxtext.hf.config_json import (
     dense_keys,
     hf_activation,
     layer_kinds,
-    native_activation,
-    require,
-    rope_fields,
-    rope_keys,
     size_defaults,
     uniform_rope,
+    window_size,
 )
 from maxtext.hf.layer_rules import (
     HF_LAYER,
@@ -26,8 +23,15 @@ from maxtext.hf.layer_rules import (
     outer_rules,
     stacked_expert_rules,
 )
+from maxtext.hf.rope_parameters import (
+    completed,
+    rope_fields,
+    rope_keys,
+    rope_parameters_by_kind,
+    with_outer_truncate,
+)
 from maxtext.hf.rules import Rule
-from maxtext.hf.schema import COUNT, NULL, OBJECT, POSITIVE, SIZE, SWITCH, all_of
+from maxtext.hf.schema import COUNT, LAYER_FIELDS, NULL, OBJECT, POSITIVE, SIZE, SWITCH, all_of
 from maxtext.models.hf_config import (
     LayerSpecs,
     dense_entries,
@@ -39,20 +43,11 @@ from maxtext.models.hf_config import (
 SLIDING_ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
 
 
-def gemma_keys(hf_config: Json, block: str) -> Json:
-    # "vision" concerns images only.
-    if hf_config.get("use_bidirectional_attention") not in (None, False, "vision"):
-        raise UserError("config.json: use_bidirectional_attention of text is not supported")
-    keys = dense_keys(hf_config, block)
-    # The first releases state gelu for its tanh approximation.
-    name = hf_config.get("hidden_activation") or hf_config.get("hidden_act") or "gelu_pytorch_tanh"
-    keys["mlp_activations"] = ["gelu" if name == "gelu" else native_activation(name), "linear"]
-    return keys
-
-
 def read_gemma(hf_config: Json) -> ModelSettings:
     rope = uniform_rope(hf_config)
-    return ModelSettings(gemma_keys(hf_config, "gemma") | rope.keys, rope.hf_attributes)
+    if hf_config["hidden_act"] == "gelu":  # as published; its tanh approximation is meant
+        hf_config = hf_config | {"hidden_act": "gelu_pytorch_tanh"}
+    return ModelSettings(dense_keys(hf_config, "gemma") | rope.keys, rope.hf_attributes)
 
 
 def gemma_rules(config: MaxTextConfig, layers: LayerSpecs) -> list[Rule]:
@@ -66,8 +61,8 @@ def write_gemma(config: MaxTextConfig, layers: LayerSpecs) -> Json:
 def capped_keys(hf_config: Json) -> Json:
     return {
         "attn_logits_soft_cap": hf_config.get("attn_logit_softcapping"),
-        "final_logits_soft_cap": hf_config.get("final_logit_softcapping"),
-        "sliding_window_size": hf_config["sliding_window"] or 0,
+        "final_logits_soft_cap": hf_config["final_logit_softcapping"],
+        "sliding_window_size": window_size(hf_config),
         "use_post_attn_norm": True,
         "use_post_ffw_norm": True,
     }
@@ -75,7 +70,7 @@ def capped_keys(hf_config: Json) -> Json:
 
 def read_gemma2(hf_config: Json) -> ModelSettings:
     rope = uniform_rope(hf_config)
-    keys = gemma_keys(hf_config, "gemma2") | capped_keys(hf_config) | rope.keys
+    keys = dense_keys(hf_config, "gemma2") | capped_keys(hf_config) | rope.keys
     hf_attributes = {
         "layer_kinds": layer_kinds(hf_config, lambda i: "full" if i % 2 else "sliding"),
         "softmax_scale": hf_config["query_pre_attn_scalar"] ** -0.5,
@@ -109,18 +104,11 @@ def sandwich_rules(config: MaxTextConfig, layers: LayerSpecs) -> list[Rule]:
 
 
 def read_gemma3(hf_config: Json) -> ModelSettings:
-    parameters = hf_config.get("rope_parameters") or {}
-    if "full_attention" not in parameters:  # as published: two bases, and scaling of global layers
-        scaling = dict(hf_config.get("rope_scaling") or {})
-        scaling.setdefault("rope_type", scaling.pop("type", "default"))
-        parameters = {
-            "full_attention": scaling | {"rope_theta": hf_config.get("rope_theta", 1_000_000.0)},
-            "sliding_attention": {"rope_theta": hf_config.get("rope_local_base_freq", 10_000.0)},
-        }
-    full = rope_fields(hf_config, {"rope_theta": 1_000_000.0} | parameters["full_attention"])
-    sliding = rope_fields(hf_config, {"rope_theta": 10_000.0} | parameters["sliding_attention"])
-    pattern = hf_config.get("sliding_window_pattern", 6)
-    keys = gemma_keys(hf_config, "gemma3") | capped_keys(hf_config) | rope_keys(full)
+    parameters = rope_parameters_by_kind(hf_config, local_theta=hf_config["rope_local_base_freq"])
+    full = rope_fields(hf_config, parameters["full_attention"])
+    sliding = rope_fields(hf_config, parameters["sliding_attention"])
+    pattern = hf_config["sliding_window_pattern"]
+    keys = dense_keys(hf_config, "gemma3") | capped_keys(hf_config) | rope_keys(full)
     if sliding["max_timescale"].is_integer():
         keys["local_rope_max_timescale"] = int(sliding["max_timescale"])
     hf_attributes = {
@@ -136,17 +124,14 @@ def write_gemma3(config: MaxTextConfig, layers: LayerSpecs) -> Json:
 
 
 def read_gemma4(hf_config: Json) -> ModelSettings:
-    require(
-        hf_config, hidden_size_per_layer_input=0, num_kv_shared_layers=0, use_double_wide_mlp=False
-    )
-    parameters = hf_config["rope_parameters"]
     kinds = layer_kinds(hf_config, lambda i: "sliding" if (i + 1) % 6 else "full") or []
     kinds[-1] = "full"
-    shared_kv = hf_config.get("attention_k_eq_v", False)
+    shared_kv = hf_config["attention_k_eq_v"]
     global_layer = global_layer_config(hf_config, kinds, shared_kv)
+    parameters = gemma4_rope_parameters(hf_config)
     full = rope_fields(hf_config, parameters["full_attention"])
     sliding = rope_fields(hf_config, parameters["sliding_attention"])
-    keys = gemma_keys(hf_config, "gemma4") | capped_keys(hf_config)
+    keys = dense_keys(hf_config, "gemma4") | capped_keys(hf_config)
     keys |= {
         "global_head_dim": global_layer.get("head_dim", keys["head_dim"]),
         "global_num_kv_heads": global_layer.get("num_key_value_heads", keys["base_num_kv_heads"]),
@@ -158,7 +143,7 @@ def read_gemma4(hf_config: Json) -> ModelSettings:
     for name, fields in (("global", full), ("local", sliding)):
         if fields["max_timescale"].is_integer():
             keys[f"{name}_rope_max_timescale"] = int(fields["max_timescale"])
-    if hf_config.get("enable_moe_block"):
+    if hf_config["enable_moe_block"]:
         keys |= {
             "num_experts": hf_config["num_experts"],
             "num_experts_per_tok": hf_config["top_k_experts"],
@@ -168,17 +153,35 @@ def read_gemma4(hf_config: Json) -> ModelSettings:
     return ModelSettings(keys, {"layer_kinds": kinds, "rope": {"full": full, "sliding": sliding}})
 
 
+def gemma4_rope_parameters(hf_config: Json) -> dict[str, Json]:
+    """RoPE parameters of full and sliding layers, which rope_scaling replaces."""
+    given = hf_config["rope_scaling"] or hf_config["rope_parameters"] or GEMMA4_ROPES
+    missing = [kind for kind in GEMMA4_ROPES if not isinstance(given.get(kind), dict)]
+    if missing:
+        raise UserError(f"config.json: the RoPE parameters have no {' and no '.join(missing)}")
+    return {
+        kind: with_outer_truncate(completed(given[kind], hf_config, hf_config["rope_theta"]), given)
+        for kind in GEMMA4_ROPES
+    }
+
+
 def global_layer_config(hf_config: Json, kinds: list[str], shared_kv: bool) -> Json:
     """head_dim and num_key_value_heads of the global layers, which must be alike."""
     default = {"head_dim": hf_config["global_head_dim"]}
-    if shared_kv and hf_config.get("num_global_key_value_heads"):
+    if shared_kv and hf_config["num_global_key_value_heads"]:
         default["num_key_value_heads"] = hf_config["num_global_key_value_heads"]
-    if hf_config.get("per_layer_config") is None:
+    if hf_config["per_layer_config"] is None:
         return default
     # Layers are numbered 0, 1, … or, in models of more than ten, 00, 01, …
     configs = {int(number): layer for number, layer in hf_config["per_layer_config"].items()}
     of_global = [configs.get(i, {}) for i, kind in enumerate(kinds) if kind == "full"]
     of_sliding = [configs.get(i) for i, kind in enumerate(kinds) if kind != "full"]
+    others = sorted({name for layer in configs.values() for name in layer} - set(LAYER_FIELDS))
+    if others:
+        raise UserError(
+            f"config.json: per_layer_config has {', '.join(others)}: {', '.join(LAYER_FIELDS)} of "
+            "the full_attention layers are supported"
+        )
     if any(layer != of_global[0] for layer in of_global) or any(of_sliding):
         raise UserError(
             "config.json: per_layer_config must be the same on all full_attention layers and "
@@ -234,7 +237,20 @@ def gemma4_rules(config: MaxTextConfig, layers: LayerSpecs) -> list[Rule]:
     ]
 
 
-GEMMA_DEFAULTS = {"head_dim": 256, "tie_word_embeddings": True}
+GEMMA_DEFAULTS = {
+    "head_dim": 256,
+    "hidden_act": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+    "attention_bias": False,
+}
+# Those of Gemma 2 to 4.
+NEWER_DEFAULTS = GEMMA_DEFAULTS | {
+    "hidden_activation": "gelu_pytorch_tanh",  # hidden_act has no effect
+    "layer_types": None,
+    "final_logit_softcapping": None,
+}
+# "vision" concerns images only.
+SUPPORTED = {"use_bidirectional_attention": (None, False, "vision")}
 GEMMA4_ROPES = {
     "sliding_attention": SLIDING_ROPE,
     "full_attention": {
@@ -258,7 +274,9 @@ GEMMA = HfMapping(
         num_attention_heads=16,
         max_position_embeddings=8192,
         **GEMMA_DEFAULTS,
+        num_key_value_heads=16,
     ),
+    supported=SUPPORTED,
 )
 GEMMA2 = HfMapping(
     architectures=("Gemma2ForCausalLM",),
@@ -273,13 +291,14 @@ GEMMA2 = HfMapping(
         num_hidden_layers=26,
         num_attention_heads=8,
         max_position_embeddings=8192,
-        **GEMMA_DEFAULTS,
+        **NEWER_DEFAULTS,
         num_key_value_heads=4,
         sliding_window=4096,
         query_pre_attn_scalar=256,
         attn_logit_softcapping=50.0,
-        final_logit_softcapping=30.0,
-    ),
+    )
+    | {"final_logit_softcapping": 30.0},
+    supported=SUPPORTED,
     fields={
         **all_of(SIZE, "query_pre_attn_scalar"),
         **all_of(POSITIVE | NULL, "attn_logit_softcapping", "final_logit_softcapping"),
@@ -298,11 +317,15 @@ GEMMA3 = HfMapping(
         num_hidden_layers=26,
         num_attention_heads=8,
         max_position_embeddings=131_072,
-        **GEMMA_DEFAULTS,
+        **NEWER_DEFAULTS,
         num_key_value_heads=4,
         sliding_window=4096,
         query_pre_attn_scalar=256,
+        rope_theta=1_000_000.0,
+        rope_local_base_freq=10_000.0,
+        sliding_window_pattern=6,
     ),
+    supported=SUPPORTED,
     fields={
         **all_of(SIZE, "sliding_window_pattern"),
         **all_of(POSITIVE | NULL, "rope_local_base_freq"),
@@ -321,18 +344,31 @@ GEMMA4 = HfMapping(
         num_hidden_layers=30,
         num_attention_heads=8,
         max_position_embeddings=131_072,
-        **GEMMA_DEFAULTS,
+        **NEWER_DEFAULTS,
         num_key_value_heads=4,
         sliding_window=512,
         global_head_dim=512,
         hidden_size_per_layer_input=256,
-        rope_parameters=GEMMA4_ROPES,
+        rope_theta=None,
+        num_global_key_value_heads=None,
+        attention_k_eq_v=False,
+        enable_moe_block=False,
+        num_experts=None,
+        top_k_experts=None,
+        moe_intermediate_size=None,
+        per_layer_config=None,
     ),
+    supported=SUPPORTED
+    | {
+        "hidden_size_per_layer_input": (0,),
+        "num_kv_shared_layers": (0,),
+        "use_double_wide_mlp": (False,),
+    },
     fields={
         **all_of(SIZE, "global_head_dim"),
         **all_of(SIZE | NULL, "num_global_key_value_heads", "top_k_experts"),
         **all_of(COUNT | NULL, "hidden_size_per_layer_input", "num_kv_shared_layers"),
         **all_of(SWITCH | NULL, "attention_k_eq_v", "enable_moe_block"),
-        **all_of(OBJECT | NULL, "per_layer_config"),
+        **all_of(OBJECT, "per_layer_config"),
     },
 )

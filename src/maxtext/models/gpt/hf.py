@@ -8,7 +8,6 @@ from maxtext.hf.config_json import (
     ModelSettings,
     hf_activation,
     native_activation,
-    require,
 )
 from maxtext.hf.rules import Rule
 from maxtext.hf.schema import LAYERS, NULL, POSITIVE, SIZE, TEXT, all_of
@@ -16,12 +15,6 @@ from maxtext.models.hf_config import LayerSpecs
 
 
 def read_gpt2(hf_config: Json) -> ModelSettings:
-    require(
-        hf_config,
-        scale_attn_weights=True,
-        scale_attn_by_inverse_layer_idx=False,
-        add_cross_attention=False,
-    )
     embed_dim, heads = hf_config["n_embd"], hf_config["n_head"]
     keys = {
         "decoder_block": "gpt3",
@@ -29,7 +22,7 @@ def read_gpt2(hf_config: Json) -> ModelSettings:
         "base_num_query_heads": heads,
         "base_num_kv_heads": heads,
         "head_dim": embed_dim // heads,
-        "base_mlp_dim": hf_config.get("n_inner") or 4 * embed_dim,
+        "base_mlp_dim": hf_config["n_inner"] or 4 * embed_dim,
         "base_num_decoder_layers": hf_config["n_layer"],
         "vocab_size": hf_config["vocab_size"],
         "mlp_activations": [native_activation(hf_config["activation_function"])],
@@ -110,10 +103,22 @@ GPT2 = HfMapping(
         "n_embd": 768,
         "n_head": 12,
         "n_layer": 12,
+        "n_inner": None,
         "n_positions": 1024,
         "activation_function": "gelu_new",
         "layer_norm_epsilon": 1e-5,
         "tie_word_embeddings": True,
+    },
+    supported={
+        "scale_attn_weights": (True,),
+        "scale_attn_by_inverse_layer_idx": (False,),
+        "add_cross_attention": (False,),
+    },
+    aliases={
+        "hidden_size": "n_embd",
+        "max_position_embeddings": "n_positions",
+        "num_attention_heads": "n_head",
+        "num_hidden_layers": "n_layer",
     },
     fields={
         **all_of(SIZE, "n_embd", "n_head", "n_positions"),

@@ -7,9 +7,9 @@ from maxtext.hf.config_json import (
     ModelSettings,
     dense_keys,
     layer_kinds,
-    require,
     size_defaults,
     uniform_rope,
+    window_size,
 )
 from maxtext.hf.layer_rules import (
     HF_LAYER,
@@ -25,7 +25,6 @@ from maxtext.models.hf_config import LayerSpecs, dense_entries, first_rope_entry
 
 DEFAULT_ROPE = {
     "rope_type": "yarn",
-    "rope_theta": 150_000.0,
     "factor": 32.0,
     "beta_fast": 32.0,
     "beta_slow": 1.0,
@@ -35,8 +34,7 @@ DEFAULT_ROPE = {
 
 
 def read_gpt_oss(hf_config: Json) -> ModelSettings:
-    require(hf_config, swiglu_alpha=1.702, hidden_act="silu")
-    if not hf_config.get("rope_parameters") and not hf_config.get("rope_scaling"):
+    if hf_config["rope_parameters"] is None:
         hf_config = hf_config | {"rope_parameters": DEFAULT_ROPE}
     rope = uniform_rope(hf_config)
     keys = dense_keys(hf_config, "gpt_oss")
@@ -49,7 +47,7 @@ def read_gpt_oss(hf_config: Json) -> ModelSettings:
         "routed_bias": True,
         "mlp_bias": True,
         "attention_sink": True,
-        "sliding_window_size": hf_config["sliding_window"] or 0,
+        "sliding_window_size": window_size(hf_config),
     }
     return ModelSettings(
         keys | rope.keys,
@@ -109,6 +107,9 @@ GPT_OSS = HfMapping(
         num_local_experts=128,
         num_experts_per_tok=4,
         swiglu_limit=7.0,
+        layer_types=None,
     ),
+    supported={"swiglu_alpha": (1.702,)},
+    aliases={"num_experts": "num_local_experts"},
     fields=all_of(POSITIVE | NULL, "swiglu_limit"),
 )

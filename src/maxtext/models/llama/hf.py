@@ -7,7 +7,6 @@ from maxtext.hf.config_json import (
     ModelSettings,
     dense_keys,
     layer_kinds,
-    require,
     size_defaults,
     uniform_rope,
 )
@@ -50,14 +49,13 @@ def llama_rules(config: MaxTextConfig, layers: LayerSpecs) -> list[Rule]:
 
 
 def read_llama4(hf_config: Json) -> ModelSettings:
-    require(hf_config, router_jitter_noise=0.0)
     rope = uniform_rope(hf_config, interleave=True)
     count, step = hf_config["num_hidden_layers"], hf_config["interleave_moe_layer_step"]
     interval = hf_config["no_rope_layer_interval"]
     # Despite its name, no_rope_layers has a 1 for each layer with RoPE.
-    flags = hf_config.get("no_rope_layers") or [(i + 1) % interval for i in range(count)]
+    flags = hf_config["no_rope_layers"] or [(i + 1) % interval for i in range(count)]
     rope_layers = [bool(flag) for flag in flags]
-    moe_layers = hf_config.get("moe_layers")
+    moe_layers = hf_config["moe_layers"]
     if moe_layers is None:
         moe_layers = [i for i in range(count) if (i + 1) % step == 0]
     keys = dense_keys(hf_config, "llama4")
@@ -130,6 +128,8 @@ LLAMA = HfMapping(
         num_hidden_layers=32,
         num_attention_heads=32,
         max_position_embeddings=2048,
+        attention_bias=False,
+        mlp_bias=False,
     ),
 )
 LLAMA4 = HfMapping(
@@ -153,6 +153,10 @@ LLAMA4 = HfMapping(
         intermediate_size_mlp=16_384,
         num_local_experts=16,
         num_experts_per_tok=1,
+        attention_bias=False,
+        moe_layers=None,
+        no_rope_layers=None,
+        layer_types=None,
         interleave_moe_layer_step=1,
         no_rope_layer_interval=4,
         use_qk_norm=True,

@@ -8,6 +8,7 @@ from maxtext.hf.config_json import (
     dense_keys,
     size_defaults,
     uniform_rope,
+    window_size,
 )
 from maxtext.hf.layer_rules import HF_LAYER, dense_rules, expert_rules
 from maxtext.hf.rules import Rule
@@ -17,7 +18,7 @@ from maxtext.models.hf_config import LayerSpecs, dense_entries, first_rope_entry
 def read_mistral(hf_config: Json) -> ModelSettings:
     rope = uniform_rope(hf_config)
     keys = dense_keys(hf_config, "mistral")
-    keys |= {"sliding_window_size": hf_config["sliding_window"] or 0}
+    keys |= {"sliding_window_size": window_size(hf_config)}
     return ModelSettings(keys | rope.keys, rope.hf_attributes)
 
 
@@ -40,7 +41,7 @@ def read_mixtral(hf_config: Json) -> ModelSettings:
         "base_moe_mlp_dim": hf_config["intermediate_size"],
         "num_experts": hf_config["num_local_experts"],
         "num_experts_per_tok": hf_config["num_experts_per_tok"],
-        "sliding_window_size": hf_config.get("sliding_window") or 0,
+        "sliding_window_size": window_size(hf_config),
     }
     return ModelSettings(keys | rope.keys, rope.hf_attributes)
 
@@ -92,8 +93,10 @@ MIXTRAL = HfMapping(
         num_key_value_heads=8,
         rms_norm_eps=1e-5,
         rope_theta=1_000_000.0,
+        sliding_window=None,
         num_local_experts=8,
         num_experts_per_tok=2,
     ),
+    aliases={"num_experts": "num_local_experts"},
     module_renaming=(".block_sparse_moe.", ".mlp."),
 )

@@ -2,18 +2,18 @@
 
 from maxtext.configs.types import MaxTextConfig
 from maxtext.hf.config_json import (
+    LAYER_TYPES,
     HfMapping,
     Json,
     ModelSettings,
     dense_keys,
     layer_kinds,
-    rope_fields,
-    rope_keys,
-    rope_parameters,
     size_defaults,
     uniform_rope,
+    window_size,
 )
 from maxtext.hf.layer_rules import attention_rules, mlp_rules, norm_rules, outer_rules
+from maxtext.hf.rope_parameters import rope_fields, rope_keys, rope_parameters_by_kind
 from maxtext.hf.rules import Rule
 from maxtext.models.hf_config import (
     LayerSpecs,
@@ -22,6 +22,8 @@ from maxtext.models.hf_config import (
     layer_types,
     rope_entries,
 )
+
+THETA = 500_000.0  # of OLMo 3
 
 
 def read_olmo2(hf_config: Json) -> ModelSettings:
@@ -35,14 +37,11 @@ def write_olmo2(config: MaxTextConfig, layers: LayerSpecs) -> Json:
 
 
 def read_olmo3(hf_config: Json) -> ModelSettings:
-    parameters = rope_parameters(hf_config)
-    if "full_attention" in parameters:
-        full, sliding = parameters["full_attention"], parameters["sliding_attention"]
-    else:
-        full, sliding = parameters, {"rope_theta": parameters.get("rope_theta")}
-    ropes = {"full": rope_fields(hf_config, full), "sliding": rope_fields(hf_config, sliding)}
+    # rope_theta is the base of full layers only.
+    parameters = rope_parameters_by_kind(hf_config, local_theta=THETA)
+    ropes = {LAYER_TYPES[kind]: rope_fields(hf_config, own) for kind, own in parameters.items()}
     keys = dense_keys(hf_config, "olmo3") | rope_keys(ropes["full"])
-    keys |= {"use_qk_norm": True, "sliding_window_size": hf_config["sliding_window"] or 0}
+    keys |= {"use_qk_norm": True, "sliding_window_size": window_size(hf_config)}
     return ModelSettings(
         keys,
         {
@@ -76,6 +75,7 @@ SIZES = size_defaults(
     num_attention_heads=32,
     max_position_embeddings=2048,
     rms_norm_eps=1e-5,
+    attention_bias=False,
 )
 OLMO2 = HfMapping(
     architectures=("Olmo2ForCausalLM",),
@@ -91,5 +91,5 @@ OLMO3 = HfMapping(
     read=read_olmo3,
     write=write_olmo3,
     rules=olmo_rules,
-    defaults=SIZES | {"rope_theta": 500_000.0, "sliding_window": 4096},
+    defaults=SIZES | {"rope_theta": THETA, "sliding_window": 4096, "layer_types": None},
 )

@@ -2,17 +2,18 @@
 gate and up.
 """
 
+from maxtext.common.errors import UserError
 from maxtext.configs.types import MaxTextConfig
 from maxtext.hf.config_json import (
     HfMapping,
     Json,
     ModelSettings,
     dense_keys,
-    rope_parameters,
     size_defaults,
-    uniform_rope,
+    window_size,
 )
 from maxtext.hf.layer_rules import HF_LAYER, PRE_NORMS, norm_rules, outer_rules
+from maxtext.hf.rope_parameters import rope_fields, rope_keys, rope_parameters
 from maxtext.hf.rules import Rule
 from maxtext.hf.schema import SIZE, all_of
 from maxtext.models.hf_config import LayerSpecs, dense_entries, first_rope_entry
@@ -20,12 +21,18 @@ from maxtext.models.hf_config import LayerSpecs, dense_entries, first_rope_entry
 
 def read_phi3(hf_config: Json) -> ModelSettings:
     parameters = rope_parameters(hf_config)
-    if parameters.get("rope_type") in ("su", "yarn"):  # former names of the same scaling
+    if parameters["rope_type"] in ("su", "yarn"):  # former names of the same scaling
         parameters = parameters | {"rope_type": "longrope"}
-    rope = uniform_rope(hf_config | {"rope_parameters": parameters})
-    keys = dense_keys(hf_config, "phi3")
-    keys |= {"sliding_window_size": hf_config.get("sliding_window") or 0}
-    return ModelSettings(keys | rope.keys, rope.hf_attributes)
+    if parameters["rope_type"] not in ("default", "longrope"):
+        raise UserError(
+            f"config.json: rope_type={parameters['rope_type']!r} is not supported: Phi-3 has "
+            "default and longrope"
+        )
+    rope = rope_fields(hf_config, parameters, partial=True)
+    keys = dense_keys(hf_config, "phi3") | rope_keys(rope)
+    return ModelSettings(
+        keys | {"sliding_window_size": window_size(hf_config)}, {"rope": {"all": rope}}
+    )
 
 
 def write_phi3(config: MaxTextConfig, layers: LayerSpecs) -> Json:
@@ -70,6 +77,7 @@ PHI3 = HfMapping(
         max_position_embeddings=4096,
         rms_norm_eps=1e-5,
         original_max_position_embeddings=4096,
+        sliding_window=None,
     ),
     fields=all_of(SIZE, "original_max_position_embeddings"),
 )

@@ -9,6 +9,7 @@ from maxtext.hf.config_json import (
     layer_kinds,
     size_defaults,
     uniform_rope,
+    window_size,
 )
 from maxtext.hf.layer_rules import (
     HF_LAYER,
@@ -35,7 +36,7 @@ from maxtext.models.hf_config import (
 
 def sliding_window(hf_config: Json) -> int:
     """The window of a model that uses it, else 0."""
-    return (hf_config["sliding_window"] or 0) if hf_config.get("use_sliding_window") else 0
+    return window_size(hf_config) if hf_config["use_sliding_window"] else 0
 
 
 def read_shared(hf_config: Json, block: str) -> ModelSettings:
@@ -87,14 +88,15 @@ def write_qwen3(config: MaxTextConfig, layers: LayerSpecs) -> Json:
 def expert_keys(hf_config: Json) -> Json:
     return {
         "base_moe_mlp_dim": hf_config["moe_intermediate_size"],
-        "num_experts": hf_config.get("num_experts", hf_config.get("num_local_experts")),
+        "num_experts": hf_config["num_experts"],
         "num_experts_per_tok": hf_config["num_experts_per_tok"],
-        "norm_topk_prob": hf_config["norm_topk_prob"],
+        "norm_topk_prob": hf_config.get("norm_topk_prob", True),
     }
 
 
 def sparse_layers(hf_config: Json) -> list[bool]:
-    step, dense_layers = hf_config["decoder_sparse_step"], hf_config.get("mlp_only_layers") or []
+    step = hf_config.get("decoder_sparse_step", 1)
+    dense_layers = hf_config.get("mlp_only_layers") or []
     return [
         i not in dense_layers and (i + 1) % step == 0 for i in range(hf_config["num_hidden_layers"])
     ]
@@ -147,7 +149,7 @@ def moe_rules() -> list[Rule]:
 
 
 def read_delta_net(hf_config: Json, block: str) -> ModelSettings:
-    rope = uniform_rope(hf_config, fraction=0.25)
+    rope = uniform_rope(hf_config, partial=True)
     keys = dense_keys(hf_config, block) | rope.keys
     keys |= {
         "gdn_conv_kernel_dim": hf_config["linear_conv_kernel_dim"],
@@ -156,7 +158,7 @@ def read_delta_net(hf_config: Json, block: str) -> ModelSettings:
         "gdn_num_key_heads": hf_config["linear_num_key_heads"],
         "gdn_num_value_heads": hf_config["linear_num_value_heads"],
     }
-    interval = hf_config.get("full_attention_interval", 4)
+    interval = hf_config["full_attention_interval"]
     return ModelSettings(
         keys,
         {
@@ -189,7 +191,11 @@ def write_delta_net(config: MaxTextConfig, layers: LayerSpecs) -> Json:
         "linear_num_key_heads": config.gdn_num_key_heads,
         "linear_num_value_heads": config.gdn_num_value_heads,
         "layer_types": layer_types(layers),
-        "rope_parameters": rope_entry(attending.rope) if attending else None,
+        # Without partial_rotary_factor, a quarter of each head would rotate.
+        "rope_parameters": {"partial_rotary_factor": attending.rope.fraction}
+        | rope_entry(attending.rope)
+        if attending
+        else None,
     }
 
 
@@ -281,6 +287,10 @@ def qwen3_5_rules(config: MaxTextConfig, layers: LayerSpecs) -> list[Rule]:
 
 
 DELTA_NET_DEFAULTS = {
+    "attention_bias": False,
+    "layer_types": None,
+    "full_attention_interval": 4,
+    "partial_rotary_factor": 0.25,
     "head_dim": 256,
     "linear_conv_kernel_dim": 4,
     "linear_key_head_dim": 128,
@@ -303,6 +313,8 @@ DELTA_NET_FIELDS = {
     **all_of(SIZE, "linear_num_key_heads", "linear_num_value_heads", "full_attention_interval"),
     **all_of(SIZE | NULL, "shared_expert_intermediate_size"),
 }
+# Gated DeltaNets apply it to their convolutions and gates, too.
+DELTA_NET_SUPPORTED = {"hidden_act": ("silu", "swish")}
 MTP = (r"mtp\..*",)  # multi-token prediction layers, which transformers does not load either
 
 QWEN2 = HfMapping(
@@ -319,8 +331,10 @@ QWEN2 = HfMapping(
         num_attention_heads=32,
         max_position_embeddings=32_768,
         num_key_value_heads=32,
+        use_sliding_window=False,
         sliding_window=4096,
         max_window_layers=28,
+        layer_types=None,
     ),
     fields=DENSE_FIELDS,
 )
@@ -339,8 +353,11 @@ QWEN3 = HfMapping(
         max_position_embeddings=32_768,
         num_key_value_heads=32,
         head_dim=128,
+        attention_bias=False,
+        use_sliding_window=False,
         sliding_window=4096,
         max_window_layers=28,
+        layer_types=None,
     ),
 )
 QWEN3_MOE = HfMapping(
@@ -357,13 +374,17 @@ QWEN3_MOE = HfMapping(
         num_attention_heads=32,
         max_position_embeddings=32_768,
         num_key_value_heads=4,
+        attention_bias=False,
+        use_sliding_window=False,
         sliding_window=4096,
-        num_local_experts=128,
+        num_experts=128,
         num_experts_per_tok=8,
         moe_intermediate_size=768,
         norm_topk_prob=False,
         decoder_sparse_step=1,
+        mlp_only_layers=None,
     ),
+    aliases={"num_local_experts": "num_experts"},
     fields=MOE_FIELDS,
 )
 QWEN3_NEXT = HfMapping(
@@ -373,6 +394,7 @@ QWEN3_NEXT = HfMapping(
     write=write_delta_net_moe,
     rules=qwen3_next_rules,
     ignored=MTP,
+    supported=DELTA_NET_SUPPORTED,
     defaults=size_defaults(
         vocab_size=151_936,
         hidden_size=2048,
@@ -382,10 +404,11 @@ QWEN3_NEXT = HfMapping(
         max_position_embeddings=32_768,
         **DELTA_NET_DEFAULTS,
         num_key_value_heads=2,
-        num_local_experts=512,
+        num_experts=512,
         num_experts_per_tok=10,
         norm_topk_prob=True,
         decoder_sparse_step=1,
+        mlp_only_layers=None,
     ),
     fields=DELTA_NET_FIELDS,
 )
@@ -397,6 +420,7 @@ QWEN3_5_MOE = HfMapping(
     rules=qwen3_5_rules,
     matches=lambda config: config.num_experts > 1,
     ignored=MTP,
+    supported=DELTA_NET_SUPPORTED,
     defaults=size_defaults(
         vocab_size=248_320,
         hidden_size=2048,
@@ -406,10 +430,8 @@ QWEN3_5_MOE = HfMapping(
         max_position_embeddings=32_768,
         **DELTA_NET_DEFAULTS,
         num_key_value_heads=2,
-        num_local_experts=256,
+        num_experts=256,
         num_experts_per_tok=8,
-        norm_topk_prob=True,
-        decoder_sparse_step=1,
     ),
 )
 QWEN3_5 = HfMapping(
@@ -420,6 +442,7 @@ QWEN3_5 = HfMapping(
     rules=qwen3_5_rules,
     matches=lambda config: config.num_experts == 1,
     ignored=MTP,
+    supported=DELTA_NET_SUPPORTED,
     defaults=size_defaults(
         vocab_size=248_320,
         hidden_size=4096,
