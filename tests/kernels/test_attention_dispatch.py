@@ -41,6 +41,10 @@ CPU = replace(TPU, platform="cpu")
         ({"has_sinks": True}, "sinks"),
         ({"has_selection": True}, "selection"),
         ({"custom_positions": True}, "positions"),
+        (
+            {"custom_positions": True, "has_segments": True, "mask": AttentionMask(chunk=64)},
+            "no chunks",
+        ),
         ({"q_length": 128}, "128 and 256"),
         ({"q_length": 1, "mask": AttentionMask(causal=False)}, "single query"),
         ({"mask": AttentionMask(chunk=100)}, "chunks of 100"),
@@ -64,6 +68,7 @@ def test_requests_that_cudnn_does_not_support_use_dot_product(change, word):
         {"mask": AttentionMask(chunk=64)},
         {"mask": AttentionMask(causal=False), "q_length": 128},
         {"has_segments": True},
+        {"has_segments": True, "custom_positions": True, "q_length": 128},  # a chunk, its cache
         {"capability": ""},
     ],
 )

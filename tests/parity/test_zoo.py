@@ -12,6 +12,7 @@ import zoo
 from safetensors.torch import load_file
 
 from maxtext import LLM
+from maxtext.inference import GenerationRequest, SamplingParams
 from maxtext.models.registry import layers
 
 NEW_TOKENS = 6
@@ -125,5 +126,10 @@ def test_greedy(name, specimen, model, tmp_path):
     again = LLM.load(tmp_path, **(zoo.SETTINGS | {"scan_layers": False} | pieces | known))
     for _ in range(2):
         assert again.generate(prompts, max_new_tokens=NEW_TOKENS, ignore_eos=True) == expected
+    params = SamplingParams(max_new_tokens=1, prompt_logprobs=0)
+    (completion,) = again.completions(iter([GenerationRequest(prompts[0], params)]))
+    log_probs = torch.log_softmax(torch.tensor(example.logits[0]), -1)[range(22), prompts[0][1:]]
+    records = [record.logprob for record in completion.prompt_logprobs if record]
+    assert zoo.distance(records, log_probs.numpy()) < 2 * example.tolerance  # of two logits
     if known:
         assert again.engine.prefix_cache.hits >= 40

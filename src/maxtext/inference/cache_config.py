@@ -1,18 +1,29 @@
-"""The size of the caches: what the configuration asks for, and what fits in memory."""
+"""The size of the caches, and of the chunks that fill them: what the configuration asks for, and
+what fits in memory."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
 
 from maxtext.common.errors import ConfigError
 from maxtext.common.hardware import host_memory_bytes
+from maxtext.common.log import LOGGER
 from maxtext.configs.types import MaxTextConfig
 from maxtext.inference.block_pool import BlockPool
 from maxtext.inference.executor import Executor
 from maxtext.inference.prefix_cache import PrefixCache
 from maxtext.inference.programs import Programs
+from maxtext.inference.shapes import MAX_PREFILL_TOKENS, ChunkSize
 from maxtext.layers.cache import CacheConfig
 
 MAX_CACHE_FRACTION = 0.7  # of free memory; programs need some, too
+# Tokens of a prompt in one prefill program, unless prefill_chunk_size is set. On CPUs a program of
+# more tokens takes longer without being more efficient.
+CPU_CHUNK_TOKENS, CHUNK_TOKENS = 512, MAX_PREFILL_TOKENS
+# Logits of a chunk with its cache, over all heads, where attention materializes them:
+# they bound the memory and, on CPUs, the time of a program, whatever the length of the prompt is.
+CPU_CHUNK_LOGITS, CHUNK_LOGITS = 1 << 26, 1 << 29
 
 
 def make_cache_config(programs: Programs, slots: int, length: int) -> CacheConfig:
@@ -65,6 +76,13 @@ def check_cache(programs: Programs, cache_config: CacheConfig) -> None:
     has_options = cache_config.block_size is not None or cache_config.quantized is not None
     if programs.has_caches or not has_options:
         return
+    raise ConfigError(
+        f"{no_cache_reason(config)}, so there is no cache: leave "
+        "out attention=paged, enable_prefix_caching and quantize_kvcache"
+    )
+
+
+def no_cache_reason(config: MaxTextConfig) -> str:
     reason = "some layer has no cache"
     if config.use_indexer:
         reason = (
@@ -72,10 +90,34 @@ def check_cache(programs: Programs, cache_config: CacheConfig) -> None:
             f"max_target_length={config.max_target_length}, and on CPUs its choice among equal "
             "scores, which is PyTorch's, depends on later tokens"
         )
-    raise ConfigError(
-        f"this model recomputes all tokens in every step ({reason}), so there is no cache: leave "
-        "out attention=paged, enable_prefix_caching and quantize_kvcache"
-    )
+    return f"this model recomputes all tokens in every step ({reason})"
+
+
+def prefill_chunk_size(
+    programs: Programs, executor: Executor, max_batched_tokens: int | None
+) -> ChunkSize | None:
+    """How much of a prompt one prefill program computes; None: all of it. No more than
+    `max_batched_tokens`."""
+    config, is_cpu = programs.config, programs.build.platform == "cpu"
+    limit = max_batched_tokens
+    if config.use_chunked_prefill and not programs.has_caches:
+        log_once(f"prefill: without chunks, as {no_cache_reason(config)}")
+    elif config.use_chunked_prefill:
+        is_chosen = config.source("use_chunked_prefill").is_user
+        if is_chosen or config.source("prefill_chunk_size").is_user:
+            tokens = config.prefill_chunk_size
+            return ChunkSize(tokens if limit is None else min(tokens, limit))
+        tokens = CPU_CHUNK_TOKENS if is_cpu else CHUNK_TOKENS
+        tokens = tokens if limit is None else min(tokens, limit)
+        log_once(f"prefill: prompts of more than {tokens} tokens in chunks")
+        heads = executor.chunk_logits_heads(tokens)
+        return ChunkSize(tokens, heads, CPU_CHUNK_LOGITS if is_cpu else CHUNK_LOGITS)
+    return None if limit is None else ChunkSize(limit)
+
+
+@functools.cache
+def log_once(message: str) -> None:
+    LOGGER.info(message)
 
 
 def build_prefix_cache(config: MaxTextConfig, executor: Executor) -> PrefixCache:

@@ -28,6 +28,7 @@ from maxtext.inference.cache_config import (
     check_cache,
     fit_slots,
     make_cache_config,
+    prefill_chunk_size,
 )
 from maxtext.inference.engine_state import NO_TOKEN, NONFINITE_LOGITS, Sampled
 from maxtext.inference.executor import Executor
@@ -88,9 +89,7 @@ class InferenceEngine:
         self.executor = Executor(programs, weights, cache_config)
         self.batches = self.executor.batch_builder(shared_prompts)
         self.prefix_cache = build_prefix_cache(config, self.executor)
-        chunk_size = config.prefill_chunk_size if config.use_chunked_prefill else None
-        if max_batched_tokens is not None:
-            chunk_size = min(chunk_size or max_batched_tokens, max_batched_tokens)
+        chunk_size = prefill_chunk_size(programs, self.executor, max_batched_tokens)
         self.scheduler = Scheduler(
             cache_config.slots,
             self.prefix_cache,
@@ -230,12 +229,15 @@ class InferenceEngine:
 
     def dispatch_and_collect(self) -> list[StepOutput]:
         num_in_flight = len(self.in_flight)
+        had_decoding = self.scheduler.has_decoding
         self.admit()
         while group := self.scheduler.next_prefill():
             self.prefill(*group)
             self.admit()  # what waited for a prefix of these
             self.fork()
-            if self.scheduler.chunk_size:
+            # Sequences that decode, and requests that arrive, wait for a chunk at most.
+            is_cut = any(not sequence.is_decoding for sequence, _ in group[0])
+            if self.scheduler.interleaves and (had_decoding or is_cut):
                 break
         self.prefilled.clear()
         outputs: list[StepOutput] = []
@@ -274,9 +276,9 @@ class InferenceEngine:
             for row, seq in complete:
                 if not seq.num_output_tokens:
                     self.prefilled[seq.prompt_key] = PrefilledPrompt(seq, sampled.logits, row)
-        if complete or scored:
-            sampled, now = replace(sampled, logits=None), time.monotonic()
-            self.in_flight.append(InFlightStep(sampled, tuple(complete), 0, now, scored))
+        # A program without results, too: the host is one program ahead of the device, not many.
+        sampled, now = replace(sampled, logits=None), time.monotonic()
+        self.in_flight.append(InFlightStep(sampled, tuple(complete), 0, now, scored))
         for sequence, _ in chunks:
             if self.scheduler.uses_prefix_cache(sequence):
                 self.cache_prefix(sequence)

@@ -1,5 +1,6 @@
 """Runs the engine's programs on the device, and holds the device's state."""
 
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -15,8 +16,8 @@ from maxtext.inference.programs import Programs
 from maxtext.inference.sequence import Sequence
 from maxtext.kernels import attention
 from maxtext.layers.attention_sharding import packed_request
-from maxtext.layers.cache import CacheConfig, PagedKVCache
-from maxtext.layers.specs import AttentionSpec
+from maxtext.layers.cache import CacheConfig, PagedKVCache, view_backend
+from maxtext.layers.specs import AttentionSpec, MlaSpec
 from maxtext.models.common import backend
 from maxtext.models.registry import layers
 from maxtext.models.transformer import Caches
@@ -157,6 +158,26 @@ class Executor:
             for tokens, _ in shapes.PACKED_SHAPES
         ]
         return all(attention.fastest_backend(request) != "dot_product" for request in requests)
+
+    def chunk_logits_heads(self, tokens: int) -> int:
+        """The most heads of a layer whose attention between `tokens` tokens of a prompt and their
+        cache materializes its logits; layers with a window are not counted."""
+        config, build = self.programs.config, self.programs.build
+        length, heads = self.cache_config.length, 0
+        for spec in (getattr(layer, "attention", None) for layer in layers(config)):
+            if not isinstance(spec, AttentionSpec | MlaSpec):
+                continue
+            if min(spec.mask.window or length, spec.mask.chunk or length) < length:
+                continue
+            request = packed_request(spec, tokens, config.dtype.value, build.platform)
+            request = replace(request, k_length=2 * tokens, custom_positions=True)
+            with self.programs.context():
+                backend = view_backend(spec.backend, tokens)
+            if backend == attention.AUTOSELECTED:
+                backend = attention.fastest_backend(request)
+            if backend == "dot_product":
+                heads = max(heads, request.q_heads)
+        return heads
 
     @cached_property
     def decode_rows(self) -> tuple[int, ...]:

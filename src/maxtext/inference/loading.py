@@ -42,8 +42,9 @@ def resolve_config(
     """The configuration of a checkpoint's model, or of the model that `model_name` names, for
     inference: the YAML file at `path`, the environment and `overrides`.
 
-    Keys that these leave open have other defaults than in training: layers are unrolled, sequences
-    are as long as the learned positions, and weights that are bfloat16 in the checkpoint stay so.
+    Keys that these leave open have other defaults than in training: layers are unrolled, long
+    prompts are prefilled in chunks, sequences are as long as the learned positions, and weights
+    that are bfloat16 in the checkpoint stay so.
     The tokenizer is that of the checkpoint's folder, if it has one.
     """
 
@@ -54,6 +55,7 @@ def resolve_config(
 
     defaults = derived("scan_layers", False, "inference")
     overrides = overrides | cache_length_rules(overrides, path)
+    defaults |= derived("use_chunked_prefill", True, "inference")
     if checkpoint is None:
         return load(path, defaults | overrides)
     if (positions := checkpoint.settings.get("trainable_position_size")) is not None:

@@ -4,8 +4,9 @@ A sequence needs a slot, and blocks for its tokens as it grows. When blocks run 
 sequence is preempted: it frees its blocks and waits. Later its prompt and its sampled tokens are
 prefilled together, and it goes on unchanged, since a token depends on its own sequence only.
 
-Prompts are prefilled before running sequences go on; with `chunk_size`, in chunks, between the
-decode steps of the others. The scheduler does not touch the device.
+Prompts are prefilled before running sequences go on. While requests may arrive, `chunk_size`
+bounds the tokens that are prefilled between two decode programs, and long prompts share that budget
+with shorter ones. The scheduler does not touch the device.
 """
 
 import itertools
@@ -18,7 +19,8 @@ from maxtext.inference import shapes
 from maxtext.inference.prefix_cache import PrefixCache
 from maxtext.inference.sequence import Sequence
 
-# Of a decode program that is cut short because requests wait, or a grammar has to check tokens.
+# Of a decode program that is cut short because requests wait, or a chunk of a prompt, or a grammar
+# has to check tokens.
 MIN_DECODE_STEPS = 4
 # By which a decode program is shorter while most slots are free and requests may arrive.
 LOW_LOAD_DIVISOR = 8
@@ -28,6 +30,7 @@ Chunks = list[tuple[Sequence, int]]  # sequences, and how many of their tokens t
 class Scheduler:
     """`contiguous`: slot n has block n and no other, so a slot is allocated with its block.
     `snapshots`: prefixes are cached together with a copy of the per-slot caches.
+    `chunk_size`: of a prompt in a prefill batch; None: all of it.
     `max_batched_tokens`: of a prefill batch, unless a single chunk has more.
     """
 
@@ -39,7 +42,7 @@ class Scheduler:
         contiguous: bool,
         supports_packing: bool = False,
         snapshots: bool = False,
-        chunk_size: int | None = None,
+        chunk_size: shapes.ChunkSize | None = None,
         max_batched_tokens: int = shapes.MAX_PREFILL_TOKENS,
     ):
         self.cache = cache
@@ -58,6 +61,7 @@ class Scheduler:
         # Slots whose sequence the host has finished, while the device may still extend it.
         self.finished_slots: set[int] = set()
         self.blocked = False  # too few blocks are free for the next waiting sequence
+        self.long_had_turn = False  # a prompt was cut last, so the shortest one is next
         self.num_preemptions = 0
 
     @property
@@ -82,13 +86,18 @@ class Scheduler:
         return any(sequence.is_decoding for sequence in self.running)
 
     @property
+    def interleaves(self) -> bool:
+        """Whether a prefill batch may delay sequences that decode by one chunk at most."""
+        return self.chunk_size is not None and self.expects_requests
+
+    @property
     def waits_for_slots(self) -> bool:
         """Whether sequences that wait should start together, when the running ones have ended. They
         fill all slots and want equally many tokens, so they end together, too. Where groups of them
         start one after the other, each group needs a prefill, and cuts the decode programs of the
         others short, from then on. Running sequences must be in the last third of their tokens.
         """
-        if self.chunk_size or not self.running or len(self.waiting) < self.num_slots:
+        if not self.running or len(self.waiting) < self.num_slots:
             return False
         first = itertools.islice(self.waiting, self.num_slots)
         if len({sequence.params.max_new_tokens for sequence in first}) > 1:
@@ -199,10 +208,12 @@ class Scheduler:
     # Prefill.
 
     def next_chunk(self, sequence: Sequence) -> int:
-        """How many tokens of a sequence are prefilled next."""
+        """How many tokens of a sequence are prefilled next. The chunks of a prompt have about the
+        same size, so that their rows have few shapes."""
         count = sequence.prefill_length - sequence.num_computed
         if self.chunk_size:
-            count = min(count, self.chunk_size)
+            num_chunks = -(-count // self.chunk_limit(sequence))
+            count = -(-count // num_chunks)
         if self.snapshots:
             # The per-slot caches are saved where the prefix departs from cached ones, and at the
             # last full block of the prompt.
@@ -213,17 +224,37 @@ class Scheduler:
 
     def next_prefill(self) -> tuple[Chunks, bool] | None:
         """The chunks of the next prefill batch, and whether they share one row: the oldest
-        sequence in prefill, with others that fill up its row or have about its size.
+        sequence in prefill, with others that fill up its row or have about its size. While requests
+        may arrive, every second batch begins with the shortest sequence, if the oldest one needs
+        several: it does not block the others, and they do not starve it.
         """
         pending = [sequence for sequence in self.running if not sequence.is_decoding]
         if not pending:
             return None
+        if self.interleaves and self.long_had_turn:
+            shortest = min(pending, key=lambda seq: seq.prefill_length - seq.num_computed)
+            pending.remove(shortest)
+            pending.insert(0, shortest)
+            self.long_had_turn = False
+        else:
+            first = pending[0]
+            self.long_had_turn = self.next_chunk(first) < first.prefill_length - first.num_computed
         if packed := self.pack(pending):
             return self.chunks(packed), True
         shape = self.row_shape(pending[0])
         same_shape = [sequence for sequence in pending if self.row_shape(sequence) == shape]
-        rows = shapes.max_prefill_rows(shape[0], self.max_batched_tokens)
+        max_tokens = self.max_batched_tokens
+        is_later_chunk = not shape[1]
+        if self.chunk_size and (is_later_chunk or (self.interleaves and self.has_decoding)):
+            max_tokens = min(max_tokens, *map(self.chunk_limit, same_shape))
+        rows = shapes.max_prefill_rows(shape[0], max_tokens)
         return self.chunks(same_shape[:rows]), False
+
+    def chunk_limit(self, sequence: Sequence) -> int:
+        """The most tokens of a prefill batch with the next chunk of a sequence."""
+        assert self.chunk_size is not None
+        end = min(sequence.num_computed + self.chunk_size.tokens, sequence.prefill_length)
+        return self.chunk_size.at(end if sequence.num_computed else 0)
 
     def chunks(self, sequences: list[Sequence]) -> Chunks:
         return [(sequence, self.next_chunk(sequence)) for sequence in sequences]
@@ -289,6 +320,8 @@ class Scheduler:
         if self.has_low_load:  # a long program would delay requests that arrive meanwhile
             limit = max(1, limit // LOW_LOAD_DIVISOR)
         steps = min(limit, max((seq.num_remaining for seq in sequences), default=0))
+        if self.interleaves and any(not seq.is_decoding for seq in self.running):
+            steps = min(steps, MIN_DECODE_STEPS)  # the next chunk follows
         if any(seq.grammar is not None for seq in sequences):
             steps = min(steps, MIN_DECODE_STEPS)  # tokens after one that is not allowed are lost
         if self.waiting and sequences:

@@ -1,5 +1,7 @@
 """The shapes of batches. Every shape is a compiled program, so there are few."""
 
+from dataclasses import dataclass
+
 MAX_PREFILL_TOKENS = 4096  # of a batch, unless a single prompt has more
 # Rows that prompts share: the tokens of a row, and the most prompts. With the padding after them,
 # these are a power of two. Attention does some work for each segment, even an empty one.
@@ -18,6 +20,24 @@ PACKED_SHAPES = (
 FEW_ROWS = 8  # the batch size between one row and the maximum, where there are few programs
 MIN_ROW_TOKENS = 16  # of a prefill row
 MIN_KV_LEN = 64  # KV cache positions that attention reads
+MIN_CHUNK_TOKENS = 32  # of a prompt, however long its cache is
+
+
+@dataclass(frozen=True)
+class ChunkSize:
+    """The most tokens of a prompt in one prefill program: `tokens`, and no more than have
+    `max_logits` logits with the keys of a cache, over all heads, if that is a limit."""
+
+    tokens: int
+    heads: int = 0
+    max_logits: int = 0  # 0: no limit
+
+    def at(self, kv_len: int) -> int:
+        """For a cache of `kv_len` tokens, those of the chunk included."""
+        if not self.heads or not self.max_logits:
+            return self.tokens
+        limit = self.max_logits // (self.heads * next_power_of_two(kv_len))
+        return min(self.tokens, max(limit, MIN_CHUNK_TOKENS))
 
 
 def next_power_of_two(count: int) -> int:

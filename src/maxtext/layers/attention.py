@@ -225,7 +225,7 @@ class Attention(Sublayer):
             float32_product=spec.float32_product,
             block_sizes=spec.blocks,
         )
-        context = attend(attention, view.backend(spec.backend), self.platform)
+        context = attend(attention, view.backend(spec.backend, q.shape[1]), self.platform)
         return self.constrain_context(mark_nonfinite(context, new, inputs)), aux
 
     def attend_in_place(

@@ -23,11 +23,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from maxtext.kernels.attention import AttentionMask
+from maxtext.kernels.attention import AUTOSELECTED, AttentionMask
 from maxtext.kernels.weight_only import dequantize, quantize
 from maxtext.layers.context import REFERENCE, BuildContext
 from maxtext.layers.inputs import Aux, LayerInputs
 from maxtext.sharding import constrain
+from maxtext.sharding.manual import current
 
 SCALE = "_scale"
 Arrays = dict[str, jax.Array]
@@ -68,9 +69,9 @@ class KVView:
     def __getitem__(self, name: str) -> jax.Array:
         return self.arrays[name]
 
-    def backend(self, backend: str) -> str:
-        """Cached keys are in any order, which only the reference implementation supports."""
-        return backend if self.positions is None else "dot_product"
+    def backend(self, backend: str, q_length: int) -> str:
+        """The back end for `q_length` queries a row."""
+        return backend if self.positions is None else view_backend(backend, q_length)
 
     def mask_inputs(self, mask: AttentionMask, inputs: LayerInputs) -> dict[str, Any]:
         """The fields of `AttentionInputs` that say which keys a query attends to."""
@@ -132,9 +133,7 @@ class PagedKVCache:
             stored = {name: x[:, :kv_len] for name, x in blocks.items()}
         else:
             columns = inputs.block_table[:, : -(-kv_len // self.block_size)]
-            stored = {
-                name: x[columns].reshape(batch, -1, *x.shape[2:]) for name, x in blocks.items()
-            }
+            stored = {name: read_blocks(x, columns, kv_len) for name, x in blocks.items()}
         # Entries beyond a row's last token belong to nobody or to another row: the causal mask
         # hides them.
         length = next(iter(stored.values())).shape[1]
@@ -156,6 +155,16 @@ class PagedKVCache:
             name: constrain_cache(name, self.blocks[name].at[block, offset].set(x, mode="drop"))
             for name, x in stored.items()
         }
+
+
+def read_blocks(blocks: jax.Array, columns: jax.Array, kv_len: int) -> jax.Array:
+    """The blocks [P, block_size, ...] that are in columns [B, C], as [B, T, ...]; of a block that
+    is longer than `kv_len`, that many tokens alone are read."""
+    if kv_len >= blocks.shape[1]:
+        return blocks[columns].reshape(columns.shape[0], -1, *blocks.shape[2:])
+    starts = (0,) * (blocks.ndim - 1)
+    sizes = (1, kv_len, *blocks.shape[2:])
+    return jax.vmap(lambda i: jax.lax.dynamic_slice(blocks, (i, *starts), sizes)[0])(columns[:, 0])
 
 
 @jax.tree_util.register_dataclass
@@ -218,6 +227,13 @@ class RecurrentState:
 
 
 KVCache = PagedKVCache | SlidingWindowKVCache
+
+
+def view_backend(backend: str, q_length: int) -> str:
+    """The back end for queries that attend to cached keys at any positions: cuDNN with a dense
+    mask, where it supports that, or the reference."""
+    has_mask = backend in (AUTOSELECTED, "cudnn_flash_jax") and current() is None
+    return AUTOSELECTED if has_mask and q_length > 1 else "dot_product"
 
 
 def empty_kv_cache(

@@ -154,7 +154,7 @@ class Mla(Sublayer):
             aux |= report
         if spec.report_max_logits:
             aux = aux | {aux_names.MAX_LOGITS: max_logits(attention)}
-        context = attend(attention, view.backend(spec.backend), self.platform)
+        context = attend(attention, view.backend(spec.backend, q.shape[1]), self.platform)
         if spec.latent:
             context = jnp.einsum("bshr,rhv->bshv", context, self.up_projections()[1])
         context = checkpoint_name(checkpoint_name(context, "context"), "attention_out")

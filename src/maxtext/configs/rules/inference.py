@@ -33,7 +33,8 @@ inert_unless(
 @rule("max_prefill_predict_length")
 def prompts_fit_in_the_sequence(settings: Settings) -> str | None:
     if (
-        settings.use_chunked_prefill
+        settings.source("use_chunked_prefill").is_user
+        and settings.use_chunked_prefill
         and settings.max_prefill_predict_length > settings.max_target_length
     ):
         return (

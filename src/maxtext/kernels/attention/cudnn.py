@@ -16,7 +16,8 @@ bounded, and by few (`max_packed_segments`). JAX exposes this only in a private 
 a segment like others: rows outside of all segments would not be written. Without offsets, segments
 are a dense mask: [B, 1, S, T] in the input dtype, read by every head, and a gradient of that size
 that JAX makes cuDNN write. It is far smaller than the [B, H, S, T] logits of dot_product, but it is
-quadratic memory. With causal attention, rows that are only padded at the end need no segments: no
+quadratic memory. Positions that are given, as those of a chunk of a prompt and its cache, are part
+of that mask. With causal attention, rows that are only padded at the end need no segments: no
 real token sees the padding after it.
 
 Chunks that divide the length are folded into the batch. If the head dims of keys and values differ,
@@ -76,9 +77,12 @@ def unsupported_reason(request: AttentionRequest) -> str | None:
         return "it has no sinks"
     if request.has_selection:
         return "it takes no selection of keys"
-    if request.custom_positions or request.mask.order is not None:
-        return "it counts positions from 0 and takes no others"
-    if request.mask.causal and request.q_length != request.k_length:
+    if request.mask.order is not None or (request.custom_positions and not request.has_segments):
+        return "it counts positions from 0 and takes no others, but in a dense mask with segments"
+    if request.custom_positions and request.mask.chunk is not None:
+        return "with positions it has no chunks"
+    dense = request.custom_positions
+    if request.mask.causal and not dense and request.q_length != request.k_length:
         return (
             "its causal mask needs as many queries as keys, "
             f"not {request.q_length} and {request.k_length}"
@@ -114,7 +118,7 @@ def run(inputs: AttentionInputs) -> Array:
         pad_heads(inputs.v, head_dim),
         mask=visible,
         scale=inputs.scale,
-        is_causal=mask.causal,
+        is_causal=mask.causal and not inputs.custom_positions,
         local_window_size=window,
         implementation="cudnn",
     )
