@@ -90,8 +90,12 @@ def rope_fields(
     fraction = required({"partial_rotary_factor": 1.0} | parameters, "partial_rotary_factor")
     if rope_type == "default" and not partial:
         fraction = 1.0
-    if rope_type != "proportional":
-        check_rotated_dims(entries, fraction, partial)
+    head_dim = rotary_head_dim(entries)
+    if rope_type != "proportional" and not partial and int(head_dim * fraction) != head_dim:
+        raise UserError(
+            f"config.json: partial_rotary_factor={fraction} is not supported: heads of this family "
+            "rotate as a whole"
+        )
     fields: Json = {
         "max_timescale": float(required(parameters, "rope_theta")),
         "fraction": float(fraction),
@@ -128,21 +132,6 @@ def rotary_head_dim(entries: Json) -> int:
         or entries.get("head_dim")
         or entries["hidden_size"] // entries["num_attention_heads"]
     )
-
-
-def check_rotated_dims(entries: Json, fraction: float, partial: bool) -> None:
-    head_dim = rotary_head_dim(entries)
-    dims = int(head_dim * fraction)
-    if not partial and dims != head_dim:
-        raise UserError(
-            f"config.json: partial_rotary_factor={fraction} is not supported: heads of this family "
-            "rotate as a whole"
-        )
-    if dims % 2:
-        raise UserError(
-            f"config.json: partial_rotary_factor={fraction} of {head_dim} dimensions of a head is "
-            f"{dims}, and RoPE rotates pairs: an even number is supported"
-        )
 
 
 def stretch(entries: Json, parameters: Json) -> float:
