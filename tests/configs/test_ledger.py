@@ -67,9 +67,10 @@ def read_outside() -> set[str]:
 
 
 def derivation_inputs() -> set[str]:
-    from maxtext.configs import derive, remat
+    from maxtext.configs import derive, remat, startup
 
-    found = reads(Path(derive.__file__)) | set(remat.CUSTOM_TENSORS)
+    found = reads(Path(derive.__file__)) | reads(Path(startup.__file__))
+    found |= set(remat.CUSTOM_TENSORS)
     return found | {key for key in INPUTS_BY_PATTERN if key not in DerivedValues.model_fields}
 
 
