@@ -30,6 +30,7 @@ LOADER_KEYS = {
     "logical_axis_rules",
     "student_overrides",
     "custom_mesh_and_rule",
+    "custom_mesh_and_rule_for_eval",
     "num_batches",
     "train_fraction",
     "train_micro_batch_size",

@@ -367,7 +367,30 @@ def test_weights_and_biases_is_enabled_by_its_environment(make_config, monkeypat
     assert calls[1:] == [(7, {"loss": 1.0}), "finish"]
 
 
+@pytest.mark.parametrize(
+    ("keys", "environ", "expected"),
+    [
+        ({}, {}, ("maxtext", "mine")),
+        ({"wandb_project_name": "p", "wandb_run_name": "r"}, {}, ("p", "r")),
+        ({}, {"WANDB_PROJECT": "theirs"}, (None, "mine")),  # the package reads it
+        ({}, {"WANDB_MODE": "disabled"}, None),
+    ],
+)
+def test_enable_wandb_enables_weights_and_biases(make_config, monkeypatch, keys, environ, expected):
+    calls = []
+    fake = types.ModuleType("wandb")
+    fake.init = lambda **options: calls.append(options)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    config = make_config(run_name="mine", enable_tensorboard=False, enable_wandb=True, **keys)
+    writers = names(make_writers(config, environ=environ))
+    assert ("WeightsAndBiases" in writers) == (expected is not None)
+    assert [(call["project"], call["name"]) for call in calls] == [expected] * len(calls)
+    assert len(calls) == (expected is not None)
+
+
 def test_weights_and_biases_names_its_extra(make_config, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)  # an import now fails
     with pytest.raises(MissingExtra, match=r"WANDB_PROJECT.*maxtext\[wandb\]"):
         make_writers(make_config(), environ={"WANDB_PROJECT": "p"})
+    with pytest.raises(MissingExtra, match=r"enable_wandb=true.*maxtext\[wandb\]"):
+        make_writers(make_config(enable_wandb=True), environ={})

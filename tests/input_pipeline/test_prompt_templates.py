@@ -51,6 +51,19 @@ def test_question_stands_in_the_template(encoder, tmp_path):
         assert prompt.ids.tolist() == expected
 
 
+def test_data_template_replaces_that_of_chat_template_path(encoder, tmp_path):
+    data, chat = tmp_path / "data.json", tmp_path / "chat.json"
+    data.write_text(json.dumps({"TEMPLATE": "Solve: {question}"}))
+    chat.write_text(json.dumps({"chat_template": "<{{ messages[0].content }}>"}))
+    prompts = encoder(f"data_template_path={data}", f"chat_template_path={chat}")
+    expected = prompts.tokenizer.encode_with_specials("<Solve: 2+2?>")
+    assert prompts.prepare({"question": "2+2?"}).ids.tolist() == expected
+    with pytest.raises(ConfigError, match="data_template_path=.*no TEMPLATE"):
+        encoder(f"data_template_path={chat}")
+    with pytest.raises(ConfigError, match="data_template_path=.*there is no such file"):
+        encoder(f"data_template_path={tmp_path}/absent.json")
+
+
 @pytest.mark.parametrize(
     ("entries", "message"),
     [

@@ -11,7 +11,7 @@ import numpy as np
 from maxtext.models.configuration import load
 from maxtext.sharding import make_mesh
 from maxtext.trainers.checkpointing.init_state import initial_state
-from maxtext.trainers.compilation.compile import compile_train_step
+from maxtext.trainers.compilation.compile import compile_eval_step, compile_train_step
 from maxtext.trainers.data_loader import to_devices
 from maxtext.trainers.run_context import RunContext
 
@@ -55,6 +55,21 @@ def train(overrides, batch, path):
     }
 
 
+def evaluate(overrides, batch):
+    """The mean loss of the initial weights, and the shape of a device's part of the batch."""
+    keys = ["eval_interval=1", "eval_steps=1", "eval_per_device_batch_size=1", *overrides]
+    context = RunContext.from_config(load(None, keys, environ={}))
+    context.shardings.check()
+    evaluation, state = context.for_evaluation(), initial_state(context)
+    fields = to_devices(evaluation, batch)
+    step = compile_eval_step(evaluation, len(batch["inputs"]))
+    sums = step(state.weights, state.reference, fields)
+    return {
+        "loss": float(sums["loss"]) / float(sums["count"]),
+        "part": fields["inputs"].addressable_shards[0].data.shape,
+    }
+
+
 if __name__ == "__main__":
     job = json.loads(sys.argv[1])
     batch = {name: np.asarray(field, np.int32) for name, field in job["batch"].items()}
@@ -62,5 +77,8 @@ if __name__ == "__main__":
         "devices": len(jax.devices()),
         "meshes": [describe_mesh(mesh) for mesh in job["meshes"]],
     }
+    results["evaluate"] = [
+        evaluate([*job["train"], *rules], batch) for rules in ([], job["eval_rules"])
+    ]
     results["train"] = train(job["train"], batch, job["path"])
     print(json.dumps(results))

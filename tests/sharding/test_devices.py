@@ -36,6 +36,14 @@ MODEL = [
     "warmup_steps_fraction=0",
 ]
 SHARDED = ["ici_data_parallelism=2", "ici_fsdp_parallelism=2", "ici_tensor_parallelism=2"]
+BATCH, SEQUENCE = (
+    ("activation_embed_and_logits_batch", "activation_batch", "activation_batch_attn"),
+    ("activation_norm_length", "activation_length", "activation_length_attn"),
+)
+EVAL_RULES = [
+    "logical_axis_rules_for_eval="
+    + json.dumps([[name, ["data"]] for name in BATCH] + [[name, ["fsdp"]] for name in SEQUENCE])
+]
 MESHES = [
     SHARDED,
     ["ici_fsdp_parallelism=-1"],
@@ -70,6 +78,7 @@ def eight(tmp_path_factory):
     file = tmp_path_factory.mktemp("eight") / "weights.npz"
     job = {
         "meshes": MESHES,
+        "eval_rules": EVAL_RULES,
         "train": [*MODEL, *SHARDED, f"per_device_batch_size={ROWS // 8}"],
         "batch": {name: field.tolist() for name, field in batch().items()},
         "path": str(file),
@@ -81,6 +90,15 @@ def eight(tmp_path_factory):
     results = json.loads(done.stdout.splitlines()[-1])
     assert results["devices"] == 8
     return results, dict(np.load(file))
+
+
+@pytest.mark.slow
+def test_evaluation_has_its_own_rules(eight):
+    """Rows split over data and sequences over fsdp, where training splits rows over both."""
+    plain, own = eight[0]["evaluate"]
+    assert plain["part"] == [ROWS // 4, LENGTH]
+    assert own["part"] == [ROWS // 2, LENGTH // 2]
+    assert own["loss"] == pytest.approx(plain["loss"], rel=1e-6)
 
 
 @pytest.mark.slow

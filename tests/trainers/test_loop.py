@@ -7,8 +7,10 @@ import time
 
 import pytest
 
-from maxtext.trainers.loop import METRICS_DELAY, STOPPED_ELSEWHERE, Hook, Loop
+from maxtext.trainers.loop import STOPPED_ELSEWHERE, Hook, Loop
 from maxtext.trainers.step import STOP_FLAG, StopFlag
+
+MAX_INFLIGHT = 2  # the default
 
 
 class Journal(Hook):
@@ -56,8 +58,8 @@ class Loader:
         return self.processes > 1
 
 
-def make_loop(steps, *hooks, step=count, loader=None, first_step=0):
-    return Loop(first_step, step, loader or Loader(), None, steps, hooks, first_step)
+def make_loop(steps, *hooks, step=count, loader=None, first_step=0, **options):
+    return Loop(first_step, step, loader or Loader(), None, steps, hooks, first_step, **options)
 
 
 def test_every_hook_sees_every_step_in_order():
@@ -75,14 +77,15 @@ def test_every_hook_sees_every_step_in_order():
         assert order["before", step] < min(order["after", step], order["metrics", step])
 
 
-def test_metrics_are_read_metrics_delay_steps_late():
+@pytest.mark.parametrize("inflight", [1, MAX_INFLIGHT, 4])
+def test_metrics_are_read_max_inflight_steps_late(inflight):
     journal = Journal()
-    make_loop(9, journal).run()
+    make_loop(9, journal, max_inflight=inflight).run()
     dispatched = {step: count for kind, step, count in journal.events if kind == "metrics"}
     late = [dispatched[step] - 1 - step for step in range(9)]
-    # While steps are dispatched the host stays ahead by exactly METRICS_DELAY; at the end it has to
+    # While steps are dispatched the host stays ahead by exactly `inflight`; at the end it has to
     # wait for the rest.
-    assert late == [METRICS_DELAY] * (9 - METRICS_DELAY) + list(range(METRICS_DELAY - 1, -1, -1))
+    assert late == [inflight] * (9 - inflight) + list(range(inflight - 1, -1, -1))
 
 
 class Value:
@@ -99,13 +102,13 @@ class Value:
 
 
 def test_the_host_runs_ahead_of_the_device():
-    """No value is ready before METRICS_DELAY more steps are dispatched: a loop that waited for one
+    """No value is ready before MAX_INFLIGHT more steps are dispatched: a loop that waited for one
     earlier would never end."""
-    ready = [threading.Event() for _ in range(8 + METRICS_DELAY)]
+    ready = [threading.Event() for _ in range(8 + MAX_INFLIGHT)]
 
     def step(state, batch, key):
-        if state >= METRICS_DELAY:
-            ready[state - METRICS_DELAY].set()
+        if state >= MAX_INFLIGHT:
+            ready[state - MAX_INFLIGHT].set()
         if state == 7:
             for event in ready:
                 event.set()
@@ -289,17 +292,17 @@ def test_a_request_to_stop_is_sent_to_other_processes_first():
     loop.run()
     assert loader.stop_requested
     assert loop.stop_reason == "enough"
-    assert loop.step == 4 + 1 + METRICS_DELAY
+    assert loop.step == 4 + 1 + MAX_INFLIGHT
 
 
 def test_all_processes_stop_when_the_stop_flag_is_read():
-    """Another process was asked to stop in step 4; every process reads that METRICS_DELAY steps
+    """Another process was asked to stop in step 4; every process reads that MAX_INFLIGHT steps
     later, and none leaves before."""
     journal = Journal()
     loop = make_loop(100, journal, step=flagged_step({4: StopFlag.STOP}))
     loop.run()
     assert loop.stop_reason == STOPPED_ELSEWHERE
-    assert loop.step == loop.state == 4 + 1 + METRICS_DELAY
+    assert loop.step == loop.state == 4 + 1 + MAX_INFLIGHT
     assert journal.steps("metrics") == list(range(loop.step))
 
 

@@ -86,6 +86,17 @@ def test_eval_loss_is_the_mean_over_all_tokens(run_training, text, mean_loss):
     assert len([record for record in run.records if "loss" in record]) == 6
 
 
+def test_evaluation_begins_at_eval_start_step(run_training, text):
+    overrides = (
+        "eval_interval=2",
+        "eval_start_step=3",
+        "steps=7",
+        "learning_rate_schedule_steps=50",
+    )
+    run = run_training(*text, *overrides)
+    assert list(evaluations(run)) == [2, 4, 6], "after 3, 5 and 7 steps"
+
+
 @pytest.mark.slow
 def test_eval_steps_limits_the_batches(run_training, text, mean_loss):
     """One document a row, in order, two rows a batch: three batches are the first six documents."""

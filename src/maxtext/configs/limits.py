@@ -73,6 +73,7 @@ PATH_KEYS = {
     "dataset_path",
     "tokenizer_path",
     "chat_template_path",
+    "data_template_path",
     "formatting_func_path",  # or a dotted path
     "dataset_processor_path",
     "lora_input_adapters_path",

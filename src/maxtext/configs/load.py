@@ -113,15 +113,16 @@ def resolve(
     key.
     """
     chain = sources.file_chain(sources.find_file(str(path)) if path is not None else sources.BASE)
-    base, files = chain[0][1], [layer for _, layer in chain[1:]]
+    base = chain[0][1]
+    files = [merge.without_copied_defaults(base, layer) for _, layer in chain[1:]]
     environment = sources.from_environment(environ)
     overrides = overrides | merge.student_layer(base, [*files, environment, overrides])
-    layout = str(
-        merge.last_value("custom_mesh_and_rule", base, *files, environment, overrides) or ""
+    layers = [base, *files, environment, overrides]
+    layout, eval_layout = (
+        read_layout(merge.last_value(f"custom_mesh_and_rule{suffix}", *layers))
+        for suffix in ("", "_for_eval")
     )
-    layout_path = sources.LAYOUTS / f"{layout}.yml"
-    if layout_path.is_file():  # validation refuses an unknown name
-        files = [sources.read_yaml(layout_path, "file"), *files]
+    files = [layout, *files] if layout else files
     if model is None:
         name = str(merge.last_value("model_name", base, *files, environment, overrides))
         model_path = sources.model_file(name)
@@ -131,7 +132,14 @@ def resolve(
     )
     merge.refuse_unknown_keys(*files, environment, overrides)
     merge.refuse_unknown_keys(model)
-    return merge.merge_layers(base, files, model, environment, overrides), hf_attributes
+    settings = merge.merge_layers(base, files, model, environment, overrides)
+    return settings | merge.complete_eval_rules(settings, eval_layout), hf_attributes
+
+
+def read_layout(name: Any) -> Layer:
+    """A layout of custom_mesh_and_rule. Empty if there is none: validation refuses the name."""
+    path = sources.LAYOUTS / f"{name or ''}.yml"
+    return sources.read_yaml(path, "file") if path.is_file() else {}
 
 
 def fill_defaults(settings: Layer, environ: Mapping[str, str]) -> None:

@@ -10,6 +10,8 @@ from maxtext.configs.provenance import Layer, Setting, Source
 from maxtext.configs.sources import NESTED, suggest
 
 MERGED = "logical_axis_rules"
+COPIED = {"use_truncation"}  # base.yml has MaxText's value, which is no default of pre-training
+EVAL_RULES = "logical_axis_rules_for_eval"
 
 
 def refuse_unknown_keys(*layers: Layer) -> None:
@@ -22,6 +24,22 @@ def refuse_unknown_keys(*layers: Layer) -> None:
                 )
     if problems:
         raise ConfigError(*problems)
+
+
+def without_copied_defaults(base: Layer, file: Layer) -> Layer:
+    """A file that sets most keys is a copy of base.yml, of this or another release: its values that
+    equal those of base.yml are defaults, and no choices of a user, except those of COPIED. A
+    resolved configuration, which has computed keys, is returned as it is."""
+    is_resolved = "emb_dim" in file and not fields.is_none(file["emb_dim"].value)
+    if is_resolved or len(file) <= len(base) // 2:
+        return file
+    return {
+        key: setting
+        for key, setting in file.items()
+        if key in COPIED
+        or key not in base
+        or not fields.is_same(key, setting.value, base[key].value)
+    }
 
 
 def last_value(key: str, *layers: Layer) -> Any:
@@ -107,20 +125,11 @@ def merge_axis_rules(layers: list[Layer]) -> Setting:
     With override_logical_axis_rules, only the last layer that has rules counts.
     """
     settings = [layer[MERGED] for layer in layers if MERGED in layer]
-    if fields.is_true(last_value("override_logical_axis_rules", *layers)):
+    if replaces_axis_rules(layers):
         settings = settings[-1:]
     rules = axis_rules(settings[0])
     for setting in settings[1:]:
-        later = axis_rules(setting)
-        names = [name for name, _ in later]
-        merged: list[list] = []
-        for name, axes in rules:
-            if name not in names:
-                merged.append([name, axes])
-            elif name not in [done for done, _ in merged]:
-                merged += [rule for rule in later if rule[0] == name]
-        known = [name for name, _ in merged]
-        rules = merged + [rule for rule in later if rule[0] not in known]
+        rules = replace_axis_rules(rules, axis_rules(setting))
     last = settings[-1].source
     if len(settings) == 1:
         return Setting(rules, last)
@@ -129,9 +138,40 @@ def merge_axis_rules(layers: list[Layer]) -> Setting:
     )
 
 
-def axis_rules(setting: Setting) -> list[list]:
+def replaces_axis_rules(layers: list[Layer]) -> bool:
+    return fields.is_true(last_value("override_logical_axis_rules", *layers))
+
+
+def replace_axis_rules(rules: list[list], later: list[list]) -> list[list]:
+    names = [name for name, _ in later]
+    merged: list[list] = []
+    for name, axes in rules:
+        if name not in names:
+            merged.append([name, axes])
+        elif name not in [done for done, _ in merged]:
+            merged += [rule for rule in later if rule[0] == name]
+    known = [name for name, _ in merged]
+    return merged + [rule for rule in later if rule[0] not in known]
+
+
+def complete_eval_rules(settings: Layer, layout: Layer) -> Layer:
+    """logical_axis_rules_for_eval, completed by the rules of the layout for evaluation and by those
+    of training; none if neither the key nor a layout is set."""
+    own = Setting(settings[EVAL_RULES].value or [], settings[EVAL_RULES].source)
+    added = [layout[MERGED]] if MERGED in layout else []
+    added += [own] if own.value else []
+    if not added:
+        return {}
+    rules = axis_rules(settings[MERGED])
+    for setting in added:
+        later = axis_rules(setting, EVAL_RULES)
+        rules = later if replaces_axis_rules([settings]) else replace_axis_rules(rules, later)
+    return {EVAL_RULES: Setting(rules, added[-1].source)}
+
+
+def axis_rules(setting: Setting, key: str = MERGED) -> list[list]:
     """Normalise rules to [name, [axes]]; a single axis may be written without its list."""
-    problem = f"logical_axis_rules ({setting.source}) must be a list of pairs [name, [mesh axes]]"
+    problem = f"{key} ({setting.source}) must be a list of pairs [name, [mesh axes]]"
     if not isinstance(setting.value, list | tuple):
         raise ConfigError(f"{problem}, not {setting.value!r}")
     rules = []

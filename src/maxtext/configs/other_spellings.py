@@ -16,15 +16,21 @@ RENAMED = {
     "rollout_async_scheduling": ("async_scheduling",),
     "micro_batch_size": ("train_micro_batch_size", "rollout_micro_batch_size"),
     "algo": ("dpo_loss_type",),
+    "hf_subset": ("hf_name",),
 }
 RENAMED_VALUES = {("algo", "dpo"): "sigmoid"}
 # A value that stands for the default, and that the type of the key does not have.
-EMPTY = {"lora_tile_size": None}
+EMPTY = {
+    "lora_tile_size": None,
+    "constant_bound_config": "",
+    "multi_tier_checkpointing_backup_interval_minutes": None,
+}
 # Keys without a meaning here, with the value that asks for nothing.
 WITHOUT_MEANING = {
     "rollout_subslice_shape": "",
     "rollout_enable_single_controller": False,
     "debug": False,
+    "hf_subset": "",
 }
 VLLM_FILE = "vllm_config_path"
 
@@ -35,7 +41,7 @@ def flatten(layer: Layer) -> Layer:
     flat: Layer = {}
 
     def add(key: str, value: Any, setting: Setting) -> None:
-        if key in EMPTY and value is EMPTY[key]:
+        if key in EMPTY and value == EMPTY[key]:
             return
         if key in flat and flat[key].value != value:
             raise ConfigError(

@@ -102,8 +102,8 @@ def make_writers(
         # Writers that change existing files come last, so that an error leaves the files unchanged.
         if config.prometheus_port:
             add(Prometheus(config.prometheus_port))
-        if weights_and_biases.is_enabled(environ):
-            add(weights_and_biases.WeightsAndBiases(config))
+        if weights_and_biases.is_enabled(config, environ):
+            add(weights_and_biases.WeightsAndBiases(config, environ))
         if config.enable_tensorboard:
             if not config.tensorboard_dir:
                 raise ValueError(

@@ -1,8 +1,7 @@
-"""Weights & Biases, enabled by WANDB_PROJECT or WANDB_MODE in the environment.
+"""Weights & Biases, enabled by enable_wandb, or by WANDB_PROJECT or WANDB_MODE in the environment.
 
-There is no configuration key. WANDB_MODE=disabled disables it; the package itself reads WANDB_DIR,
-WANDB_RUN_ID, WANDB_RESUME and others. To continue a W&B run after a restart, set WANDB_RUN_ID and
-WANDB_RESUME=allow.
+WANDB_MODE=disabled disables it; the package itself reads WANDB_DIR, WANDB_RUN_ID, WANDB_RESUME and
+others. To continue a W&B run after a restart, set WANDB_RUN_ID and WANDB_RESUME=allow.
 """
 
 import os
@@ -14,23 +13,37 @@ from maxtext.configs.types import MaxTextConfig
 from maxtext.diagnostics.record import Record
 
 
-def is_enabled(environ: Mapping[str, str]) -> bool:
+def is_enabled(config: MaxTextConfig, environ: Mapping[str, str]) -> bool:
     mode = environ.get("WANDB_MODE", "")
-    return mode.lower() != "disabled" and bool(mode or environ.get("WANDB_PROJECT"))
+    asks = config.enable_wandb or mode or environ.get("WANDB_PROJECT")
+    return mode.lower() != "disabled" and bool(asks)
+
+
+def project(config: MaxTextConfig, environ: Mapping[str, str]) -> str | None:
+    """The project of enable_wandb; None leaves it to WANDB_PROJECT, which replaces the default."""
+    is_default = config.source("wandb_project_name").kind == "default"
+    if not config.enable_wandb or (is_default and environ.get("WANDB_PROJECT")):
+        return None
+    return config.wandb_project_name or None
 
 
 class WeightsAndBiases:
-    def __init__(self, config: MaxTextConfig):
-        wandb = require(
-            "wandb",
-            "Weights & Biases (WANDB_PROJECT or WANDB_MODE is set; unset them to go without)",
+    def __init__(self, config: MaxTextConfig, environ: Mapping[str, str] = os.environ):
+        cause = (
+            "enable_wandb=true"
+            if config.enable_wandb
+            else "WANDB_PROJECT or WANDB_MODE is set; unset them to go without"
         )
+        wandb = require("wandb", f"Weights & Biases ({cause})")
         # W&B's default is the current folder.
-        folder = os.environ.get("WANDB_DIR") or config.metrics_dir
+        folder = environ.get("WANDB_DIR") or config.metrics_dir
         if folder:
             Path(folder).mkdir(parents=True, exist_ok=True)
         self.run = wandb.init(
-            name=config.run_name or None, dir=folder, config=config.model_dump(mode="json")
+            project=project(config, environ),
+            name=config.wandb_run_name or config.run_name or None,
+            dir=folder,
+            config=config.model_dump(mode="json"),
         )
 
     def write(self, record: Record) -> None:

@@ -1,8 +1,9 @@
 """Prompts of reinforcement learning from questions, by templates and functions that MaxText reads.
 
-A JSON file at chat_template_path has TEMPLATE, with {system_prompt} and {question}, and
-SYSTEM_PROMPT, with {reasoning_start_token} and the other texts that rewards look for. A file at
-dataset_processor_path has a function process_data, which returns a row with the column `prompts`.
+A JSON file at data_template_path, or at chat_template_path, has TEMPLATE, with {system_prompt} and
+{question}, and SYSTEM_PROMPT, with {reasoning_start_token} and the other texts that rewards look
+for. A file at dataset_processor_path has a function process_data, which returns a row with the
+column `prompts`.
 """
 
 import re
@@ -32,10 +33,24 @@ def delimiter_texts(config: MaxTextConfig) -> dict[str, str]:
     return {name: getattr(config, name) for name in SpecialTokens.model_fields}
 
 
+def template_key(config: MaxTextConfig) -> str:
+    """The key that names the file of the template."""
+    return "data_template_path" if config.data_template_path else "chat_template_path"
+
+
 def read_template_file(config: MaxTextConfig) -> dict[str, Any]:
-    """The object of a JSON file at chat_template_path; empty for other files."""
-    path = Path(config.chat_template_path).expanduser()
-    return read_json_object(path) if path.suffix == ".json" else {}
+    """The object of the JSON file of the template; empty if chat_template_path is another file.
+    Raises ConfigError if data_template_path has no TEMPLATE."""
+    key = template_key(config)
+    path = Path(getattr(config, key)).expanduser()
+    if key == "chat_template_path":
+        return read_json_object(path) if path.suffix == ".json" else {}
+    if not path.is_file():
+        raise ConfigError(f"{key}={path}: there is no such file; name a JSON file with {TEMPLATE}")
+    entries = read_json_object(path)
+    if TEMPLATE not in entries:
+        raise ConfigError(f"{key}={path} has no {TEMPLATE}: the text around a question")
+    return entries
 
 
 @dataclass(frozen=True)
@@ -47,21 +62,17 @@ class PromptTemplate:
 
     @classmethod
     def from_config(cls, config: MaxTextConfig) -> "PromptTemplate | None":
-        """None if chat_template_path has no TEMPLATE. Raises ConfigError if it is no text with
-        {question}."""
+        """None if there is no TEMPLATE. Raises ConfigError if it is no text with {question}."""
+        key = template_key(config)
         entries = read_template_file(config)
         if TEMPLATE not in entries:
             return None
         template, system_prompt = entries[TEMPLATE], entries.get(SYSTEM_PROMPT, "")
         for name, text in ((TEMPLATE, template), (SYSTEM_PROMPT, system_prompt)):
             if not isinstance(text, str):
-                raise ConfigError(
-                    f"chat_template_path={config.chat_template_path}: {name} is no text"
-                )
+                raise ConfigError(f"{key}={getattr(config, key)}: {name} is no text")
         if "{question}" not in template:
-            raise ConfigError(
-                f"chat_template_path={config.chat_template_path}: {TEMPLATE} has no {{question}}"
-            )
+            raise ConfigError(f"{key}={getattr(config, key)}: {TEMPLATE} has no {{question}}")
         texts = delimiter_texts(config)
         return cls(template, texts | {"system_prompt": fill(system_prompt, texts)})
 

@@ -8,7 +8,7 @@ import contextlib
 import contextvars
 import math
 from collections.abc import Container, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -29,6 +29,11 @@ class AxisRules:
     @classmethod
     def from_config(cls, config: MaxTextConfig, mesh: Mesh) -> "AxisRules":
         return cls(mesh, tuple((name, tuple(axes)) for name, axes in config.logical_axis_rules))
+
+    def for_evaluation(self, config: MaxTextConfig) -> "AxisRules":
+        """The rules of evaluation, on the same mesh."""
+        rules = config.logical_axis_rules_for_eval or config.logical_axis_rules
+        return replace(self, rules=tuple((name, tuple(axes)) for name, axes in rules))
 
     def spec(self, axes: Axes, shape: Sequence[int]) -> PartitionSpec:
         return PartitionSpec(*(chosen or None for chosen in self.axes_of(axes, shape)))

@@ -122,9 +122,15 @@ class Record(Hook):
             )
 
 
+def is_evaluation_due(config: MaxTextConfig, step: int) -> bool:
+    """Whether eval_interval and eval_start_step ask for an evaluation after `step` steps."""
+    since_start = step - config.eval_start_step
+    return config.eval_interval > 0 and since_start >= 0 and since_start % config.eval_interval == 0
+
+
 class EvaluateLoss(Hook):
-    """Every eval_interval steps: the mean loss over eval_steps batches (-1: all) of the evaluation
-    data."""
+    """Every eval_interval steps from eval_start_step on: the mean loss over eval_steps batches (-1:
+    all) of the evaluation data."""
 
     def __init__(
         self,
@@ -142,7 +148,7 @@ class EvaluateLoss(Hook):
         self.points: list[tuple[int, float]] = []
 
     def after_step(self, loop: Loop) -> None:
-        if loop.step % self.config.eval_interval:
+        if not is_evaluation_due(self.config, loop.step):
             return
         loop.wait()
         metrics = self.objective.eval_metrics(self.sum_batches(loop.state))

@@ -1,7 +1,7 @@
 """The training loop: batch, step, hooks. It does not know which algorithm runs.
 
 The host does not wait for the device: a step is dispatched as soon as its batch is there, and its
-metrics are read METRICS_DELAY steps later, which also bounds how far the host runs ahead. A thread
+metrics are read `max_inflight` steps later, which also bounds how far the host runs ahead. A thread
 waits for the device, so the time of a step is measured from the end of the previous step to its own
 end, whenever the host looks. Hooks run before and after a step is dispatched, and when its metrics
 are read.
@@ -24,7 +24,6 @@ from maxtext.common.log import LOGGER
 from maxtext.common.signals import call_on_signals, interrupt_now
 from maxtext.trainers.step import STOP_FLAG, StopFlag, TrainState
 
-METRICS_DELAY = 2  # steps
 # (state, batch, key) -> the new state and metrics
 TrainStep = Callable[[TrainState, Any, jax.Array], tuple[TrainState, Any]]
 STOPPED_ELSEWHERE = "another process was asked to stop"
@@ -67,6 +66,7 @@ class Loop:
         steps: int,
         hooks: Sequence[Hook] = (),
         first_step: int = 0,
+        max_inflight: int = 2,
     ):
         self.state = state
         self.train_step = train_step
@@ -75,6 +75,7 @@ class Loop:
         self.steps = steps
         self.hooks = hooks
         self.step = first_step
+        self.max_inflight = max_inflight  # steps whose metrics are not read yet
         self.stop_reason: str | None = None
         self.requested_stop: str | None = None  # the reason why this process wants to stop
         self.signal: int | None = None  # the first that asked this process to stop
@@ -104,7 +105,7 @@ class Loop:
                 self.state, metrics = self.train_step(self.state, batch, self.key)
                 self.metrics_reader.submit(self.step, metrics)
                 self.step += 1
-                while self.metrics_reader.pending > METRICS_DELAY:
+                while self.metrics_reader.pending > self.max_inflight:
                     self.read_metrics()
                 self.call_hooks("after_step")
             self.wait()

@@ -31,10 +31,11 @@ from maxtext.trainers.trainable import optimized_mask, select
 
 @dataclass(frozen=True)
 class RunContext:
-    rules: AxisRules
+    rules: AxisRules  # of the state
     objective: Objective
     optimizer: optax.GradientTransformationExtraArgs
     adapters: AdapterSpec | None = None  # that are trained, over a frozen base
+    own_program_rules: AxisRules | None = None  # of batches and activations, if not `rules`
 
     @classmethod
     def from_config(
@@ -67,6 +68,17 @@ class RunContext:
     @property
     def config(self) -> MaxTextConfig:
         return self.objective.config
+
+    @property
+    def program_rules(self) -> AxisRules:
+        """The rules of batches and activations."""
+        return self.own_program_rules or self.rules
+
+    def for_evaluation(self) -> "RunContext":
+        """The same state, with batches and activations by logical_axis_rules_for_eval."""
+        if not self.config.logical_axis_rules_for_eval:
+            return self
+        return replace(self, own_program_rules=self.rules.for_evaluation(self.config))
 
     def with_config(self, config: MaxTextConfig) -> "RunContext":
         """The same model and mesh, with other settings of its programs."""
@@ -134,6 +146,7 @@ class RunContext:
         return Shardings(
             config=self.config,
             rules=self.rules,
+            program_rules=self.program_rules,
             template=self.template,
             weight_axes=self.weight_axes,
             abstract_state=self.abstract_state,

@@ -25,7 +25,8 @@ from maxtext.trainers.trainable import optimized_mask, select
 @dataclass(frozen=True)
 class Shardings:
     config: MaxTextConfig
-    rules: AxisRules
+    rules: AxisRules  # of the state
+    program_rules: AxisRules  # of batches
     template: Template
     weight_axes: Any  # logical axes of the weights
     abstract_state: TrainState
@@ -109,7 +110,7 @@ class Shardings:
             for axis in ([axes] if isinstance(axes, str) else axes)
         }
         axes = [*self.config.input_data_sharding_logical_axes, None][: len(shape)]
-        return self.rules.sharding(axes, shape, allowed)
+        return self.program_rules.sharding(axes, shape, allowed)
 
     def constrain_gradients(self, gradients: Any) -> Any:
         """Under jit: with ZeRO-1, reduce-scatter gradients to the shards that a device updates."""
@@ -127,7 +128,9 @@ class Shardings:
         check_batch_size(self.rules, config.micro_batch_size_to_train_on, key)
         if config.eval_interval > 0 and not config.use_grpo:  # which samples responses instead
             check_batch_size(
-                self.rules, config.micro_batch_size_to_eval_on, "eval_per_device_batch_size"
+                self.rules.for_evaluation(config),
+                config.micro_batch_size_to_eval_on,
+                "eval_per_device_batch_size",
             )
         weights, axes = self.template.weights, self.template.axes
         if config.debug_sharding:

@@ -102,7 +102,7 @@ def train_locked(
         context = with_steps_of_epochs(context)
         config = context.config
     data_loader = PromptLoader(context) if config.use_grpo else TrainDataLoader(context)
-    eval_streams = open_eval_streams(context)
+    eval_streams = open_eval_streams(context.for_evaluation())
     warned = warn_if_too_large(state_bytes(context), "the state of training alone")
     start = find_start(context, data_loader.source, checkpoint)
     if start.step >= config.steps:
@@ -152,6 +152,7 @@ def train_locked(
                 steps=config.steps,
                 hooks=hooks,
                 first_step=start.step,
+                max_inflight=config.max_inflight_computations,
             )
             LOGGER.info("set up in %.1f s", time.perf_counter() - start_time)
             signal_handlers.enter_context(call_on_signals(loop.on_signal))
@@ -227,6 +228,7 @@ def build_hooks(
 def loss_hook(
     context: RunContext, recorder: Recorder, streams: DataStreams, add_fields: AddFields
 ) -> EvaluateLoss:
+    context = context.for_evaluation()
     return EvaluateLoss(
         context.config,
         recorder,

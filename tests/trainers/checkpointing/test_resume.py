@@ -410,6 +410,18 @@ def test_a_signal_saves_a_checkpoint_by_default(go, stop_at):
     assert go("last", "steps=3").signal is None, "no step was left"
 
 
+def test_the_state_before_the_first_step_can_be_saved(go):
+    start = ("save_checkpoint_on_start=true", "checkpoint_period=100")
+    go("started", "steps=2", *start, "save_checkpoint_on_completion=false")
+    assert all_steps(go.checkpoints("started")) == [0]
+    go("started", "steps=2", *start)
+    assert all_steps(go.checkpoints("started")) == [0, 2], "resumed at 0, which is not saved again"
+    go("plain", "steps=2", "checkpoint_period=100")
+    assert all_steps(go.checkpoints("plain")) == [2]
+    assert_equal(go.checkpoints("started") / "2", go.checkpoints("plain") / "2")
+    assert go.losses("started") == go.losses("plain")
+
+
 @pytest.mark.slow
 def test_continuous_checkpointing(go):
     """A save starts as soon as the previous one is complete, so as many steps lie between them as

@@ -60,6 +60,7 @@ def make(monkeypatch):
             checkpoint_period=10, save_checkpoint_on_completion=True, enable_autocheckpoint=False,
             enable_continuous_checkpointing=False, async_checkpointing=True,
             max_num_checkpoints_to_keep=None, checkpoint_period_minutes=0.0, steps=100,
+            save_checkpoint_on_start=False,
         )  # fmt: skip
         vars(config).update(keys)
         source = SimpleNamespace(get_state=lambda: None)

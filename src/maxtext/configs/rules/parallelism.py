@@ -1,11 +1,12 @@
 """Rules of the mesh, sharding and rematerialization keys."""
 
+import re
+
 from maxtext.configs.mesh_sizes import size_key
 from maxtext.configs.problems import ProblemKind
 from maxtext.configs.rules.rule import derived_rule, in_range, inert_unless, one_of, rule
 from maxtext.configs.types import MaxTextConfig, Settings
 from maxtext.configs.types.enums import ReorderStrategy, ShardMode
-from maxtext.configs.types.parallelism import IciParallelism
 
 one_of("context_parallel_strategy", "all_gather", "ring", "ulysses")
 one_of("context_sharding", "context", "expert")
@@ -92,8 +93,8 @@ def mesh_axes_are_distinct(settings: Settings) -> str | None:
 
 @rule("mesh_axes")
 def mesh_axes_are_known(settings: Settings) -> str | None:
-    known = [key[4:-12] for key in IciParallelism.model_fields]
-    known[known.index("pipeline")] = "stage"
+    keys = [key for key in Settings.model_fields if re.fullmatch(r"ici_\w+_parallelism", key)]
+    known = ["stage" if key == "ici_pipeline_parallelism" else key[4:-12] for key in keys]
     unknown = [axis for axis in settings.mesh_axes if axis not in known]
     if unknown:
         return f"mesh_axes has unknown axes {', '.join(map(repr, unknown))}: use {', '.join(known)}"

@@ -235,6 +235,8 @@ inert_unless(
     "a loss of evaluation data: use_grpo samples responses instead",
     "eval_steps",
     "target_eval_loss",
+    "custom_mesh_and_rule_for_eval",
+    "logical_axis_rules_for_eval",
     "eval_per_device_batch_size",
 )
 

@@ -13,7 +13,27 @@ in_range(0, None, "adam_eps", "adam_eps_root", "adam_weight_decay", "muon_weight
 in_range(0, None, "target_eval_loss", "data_shuffle_seed", "init_weights_seed")
 in_range(0, 0.99, "dropout_rate")
 
-inert_unless(lambda s: s.eval_interval > 0, "eval_interval", "eval_steps", "target_eval_loss")
+in_range(1, None, "max_inflight_computations")
+in_range(0, None, "eval_start_step")
+inert_unless(
+    lambda s: s.eval_interval > 0,
+    "eval_interval",
+    "eval_steps",
+    "eval_start_step",
+    "target_eval_loss",
+    "custom_mesh_and_rule_for_eval",
+    "logical_axis_rules_for_eval",
+)
+
+
+@rule("eval_start_step")
+def evaluation_begins_before_the_end(settings: Settings) -> str | None:
+    if settings.eval_interval > 0 and settings.eval_start_step > settings.steps:
+        return (
+            f"eval_start_step={settings.eval_start_step} is after the last of steps="
+            f"{settings.steps}: nothing would be evaluated; lower it"
+        )
+    return None
 
 
 @rule("warmup_steps_fraction")

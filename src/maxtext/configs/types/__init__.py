@@ -17,6 +17,7 @@ from maxtext.configs.types.diagnostics import *
 from maxtext.configs.types.enums import *
 from maxtext.configs.types.group import Group
 from maxtext.configs.types.inference import *
+from maxtext.configs.types.later import *
 from maxtext.configs.types.model import *
 from maxtext.configs.types.moe import *
 from maxtext.configs.types.multimodal import *
@@ -107,6 +108,9 @@ class Settings(
     Reward,
     SpecialTokens,
     Engram,
+    RunControl,
+    WeightsAndBiases,
+    LaterReleases,
     DerivedValues,
 ):
     """The value of every key, before anything is derived."""

@@ -86,6 +86,7 @@ class PolicyOptimization(Group):
     max_turns: int = 8
     eval_batch_size: int = -1
     dataset_processor_path: str = ""
+    data_template_path: str = ""
 
 
 class RLDataset(Group):

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from maxtext.checkpoint import steps
 from maxtext.checkpoint.manager import INTERIM, CheckpointManager, StorageOptions
 from maxtext.checkpoint.multihost import SaveFailed, broadcast_from_first
 from maxtext.checkpoint.open import model_text
@@ -23,7 +24,7 @@ from maxtext.trainers.checkpointing.restore import (
     local_tier,
     saved_weights,
 )
-from maxtext.trainers.loop import METRICS_DELAY, STOPPED_ELSEWHERE, Hook, Loop
+from maxtext.trainers.loop import STOPPED_ELSEWHERE, Hook, Loop
 from maxtext.trainers.run_context import RunContext
 from maxtext.trainers.step import TrainState
 
@@ -61,13 +62,24 @@ class Save(Hook):
         self.clock = clock
         self.last_save_time = clock()
         self.next_look = start.step + 1  # the step after which the clock is read
+        self.saves_start = (
+            config.save_checkpoint_on_start
+            and start.step == 0
+            and 0 not in steps.all_steps(checkpoints_folder(config))
+        )
+
+    def before_step(self, loop: Loop) -> None:
+        if self.saves_start:
+            self.saves_start = False
+            self.save(loop.step, loop)
+            loop.restart_clock()
 
     def after_step(self, loop: Loop) -> None:
         # All processes stop after the same step, and try once more to save.
         if self.has_failed and loop.requested_stop is None:
             loop.request_stop(f"{MAX_FAILED_SAVES} saves in a row failed")
         self.positions[loop.step] = self.source.get_state()
-        self.positions.pop(loop.step - METRICS_DELAY - 2, None)
+        self.positions.pop(loop.step - loop.max_inflight - 2, None)
         step = loop.step
         is_due = self.is_due(step) or self.is_due_by_the_clock(step)
         is_local_due = self.local is not None and step % self.config.local_checkpoint_period == 0

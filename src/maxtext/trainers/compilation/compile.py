@@ -65,7 +65,7 @@ def compile_eval_step(context: RunContext, rows: int) -> jax.stages.Compiled:
 def lower(context: RunContext, step: Any, *arguments: Any) -> jax.stages.Lowered:
     mesh = context.rules.mesh
     with (
-        use_rules(context.rules),
+        use_rules(context.program_rules),
         jax.set_mesh(mesh) if is_explicit(context) else contextlib.nullcontext(),
         jax.default_matmul_precision(context.config.matmul_precision.value),
     ):

@@ -1,5 +1,5 @@
-"""The hook that evaluates a policy by sampling: before the first step, every eval_interval steps,
-and after the last step."""
+"""The hook that evaluates a policy by sampling: before the first step, every eval_interval steps
+from eval_start_step on, and after the last step."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,6 +9,7 @@ from maxtext.common.log import LOGGER
 from maxtext.diagnostics.metrics import Recorder
 from maxtext.inference.requests import GenerationRequest
 from maxtext.trainers.data_loader import eval_data_hint
+from maxtext.trainers.hooks import is_evaluation_due
 from maxtext.trainers.loop import Hook, Loop
 from maxtext.trainers.rl.agents.agent import conversation_columns
 from maxtext.trainers.rl.group_sampler import Prompt
@@ -42,8 +43,7 @@ class EvaluateResponses(Hook):
         self.is_first = False
 
     def after_step(self, loop: Loop) -> None:
-        interval = self.config.eval_interval
-        if loop.step == loop.steps or (interval > 0 and loop.step % interval == 0):
+        if loop.step == loop.steps or is_evaluation_due(self.config, loop.step):
             self.evaluate_policy(loop)
 
     def evaluate_policy(self, loop: Loop) -> None:
