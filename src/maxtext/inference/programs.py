@@ -47,6 +47,7 @@ from maxtext.layers.cache import CacheConfig
 from maxtext.layers.context import REFERENCE, BuildContext
 from maxtext.layers.inputs import LayerInputs
 from maxtext.layers.linear import merge_projections
+from maxtext.layers.lora import is_adapter
 from maxtext.layers.parameters import Template, Tree
 from maxtext.layers.weight_layout import Path, leaf_layouts
 from maxtext.sharding import AxisRules, use_rules
@@ -157,8 +158,8 @@ class Programs:
         return self.jit(self.run_fork, donate_argnums=0)
 
     def decode_weights(self, weights: Tree) -> Tree:
-        """The weights that decode programs take: those of merged projections, and casts, are
-        copies, made once for all programs; all others are the arrays of `weights`."""
+        """The weights that decode programs take: those of merged projections, and casts of
+        adapters, are copies, made once for all programs; all others are the arrays of `weights`."""
         if not self.decode_paths:
             return weights
         sources, changed = flatten_dict(weights), self.changed_decode_weights(weights)
@@ -169,10 +170,10 @@ class Programs:
     @cached_property
     def decode_paths(self) -> dict[Path, str]:
         """The paths of `decode_weights`, and their names; empty if none is a copy."""
-        template = self.decode_runner.template
-        if self.decode_template is None and not template.has_casts:
+        paths = leaf_layouts(self.decode_runner.template)
+        if self.decode_template is None and not any(map(is_adapter, paths)):
             return {}
-        return {path: str(path) for path in leaf_layouts(template)}
+        return {path: str(path) for path in paths}
 
     @cached_property
     def changed_decode_weights(self) -> Any:
@@ -182,7 +183,11 @@ class Programs:
             sources, template = flatten_dict(weights), self.decode_runner.template
             if self.decode_template is not None:
                 weights = merge_projections(template, weights)
-            converted = flatten_dict(template.cast(weights))
+            casts = flatten_dict(template.cast(weights))
+            converted = {
+                path: casts[path] if is_adapter(path) else weight
+                for path, weight in flatten_dict(weights).items()
+            }
             return {str(p): w for p, w in converted.items() if w is not sources.get(p)}
 
         return jax.jit(changed_decode_weights)

@@ -15,7 +15,8 @@ from maxtext.sharding import constrain
 
 class Embedding(nnx.Module):
     """Rows of [V, E] by token id; `one_hot` multiplies with one-hot rows instead, which shards
-    better on some meshes."""
+    better on some meshes. `cast_to` is as in `Initializer.weight`; a tied head reads the table,
+    too."""
 
     def __init__(
         self,
@@ -24,11 +25,16 @@ class Embedding(nnx.Module):
         embed_dim: int,
         dtype: Any,
         one_hot: bool = False,
+        cast_to: Any = None,
     ):
         self.dtype = dtype
         self.one_hot = one_hot
         self.embedding = initializer.normal(
-            "embedding", (vocab_size, embed_dim), 1 / math.sqrt(embed_dim), ("vocab", "embed_vocab")
+            "embedding",
+            (vocab_size, embed_dim),
+            1 / math.sqrt(embed_dim),
+            ("vocab", "embed_vocab"),
+            cast_to=cast_to,
         )
 
     def __call__(self, ids: jax.Array) -> jax.Array:
@@ -60,10 +66,11 @@ class AdaptedEmbedding(LowRank, Embedding):
         embed_dim: int,
         dtype: Any,
         one_hot: bool = False,
+        cast_to: Any = None,
         adapter: LayerAdapter | None = None,
         copies: SavedCopies | None = None,
     ):
-        super().__init__(initializer, vocab_size, embed_dim, dtype, one_hot)
+        super().__init__(initializer, vocab_size, embed_dim, dtype, one_hot, cast_to)
         self.copies = copies
         self.has_adapter = adapter is not None
         if adapter is None:
@@ -106,20 +113,26 @@ class AdaptedEmbedding(LowRank, Embedding):
 
 
 def build_embedding(
-    initializer: Initializer, vocab_size: int, embed_dim: int, dtype: Any, one_hot: bool
+    initializer: Initializer,
+    vocab_size: int,
+    embed_dim: int,
+    dtype: Any,
+    one_hot: bool,
+    cast_to: Any = None,
 ) -> Embedding:
     """The embedding at the path of the initializer, with its adapters."""
     spec = initializer.context.adapters
     adapter = None if spec is None else spec.at(initializer.paths)
     copies = SavedCopies.of(spec, initializer.paths[0], (vocab_size, embed_dim), initializer.dtype)
     if adapter is None and copies is None:
-        return Embedding(initializer, vocab_size, embed_dim, dtype, one_hot)
+        return Embedding(initializer, vocab_size, embed_dim, dtype, one_hot, cast_to)
     return AdaptedEmbedding(
         initializer,
         vocab_size,
         embed_dim,
         dtype,
         one_hot=one_hot,
+        cast_to=cast_to,
         adapter=adapter,
         copies=copies,
     )

@@ -57,7 +57,7 @@ class Engram(nnx.Module):
         # The initial scale of token embeddings, so that memory and residual have the same scale.
         shape = (sum(spec.primes), spec.head_dim)
         self.table = initializer.normal(
-            "table", shape, 1 / math.sqrt(embed_dim), ("vocab", "embed_vocab")
+            "table", shape, 1 / math.sqrt(embed_dim), ("vocab", "embed_vocab"), cast_to=dtype
         )
         self.key = build_linear(
             initializer,

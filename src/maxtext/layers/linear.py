@@ -68,9 +68,14 @@ class Linear(nnx.Module):
         self.dtype = spec.dtype
         self.input_dims = len(spec.in_shape)
         self.context = initializer.context
-        contracted = range(self.input_dims)
         self.weight = initializer.weight(
-            "weight", spec.in_shape, spec.out_shape, spec.axes, contracted=contracted
+            "weight",
+            spec.in_shape,
+            spec.out_shape,
+            spec.axes,
+            contracted=range(self.input_dims),
+            # An adapter is added to the weight as it is stored.
+            cast_to=None if spec.adapter else spec.dtype,
         )
         bias_axes = spec.axes[self.input_dims :]
         self.bias = initializer.constant(spec.out_shape, 0.0, bias_axes) if spec.bias else None

@@ -63,7 +63,7 @@ class ExpertLinear(nnx.Module):
         # The initializer counts the experts as part of the fan-in; the factor undoes that.
         initializer = dataclasses.replace(initializer, init_scale=initializer.init_scale * experts)
         self.weight = initializer.weight(
-            "weight", (experts, inputs), (outputs,), self.axes, contracted=(1,)
+            "weight", (experts, inputs), (outputs,), self.axes, contracted=(1,), cast_to=dtype
         )
         self.bias = (
             initializer.constant((experts, outputs), 0.0, (expert_axis, axes[1]))

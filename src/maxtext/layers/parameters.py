@@ -68,11 +68,12 @@ class Initializer:
         out_shape: Sequence[int],
         axes: Sequence[str | None],
         contracted: Sequence[int] = (),
+        cast_to: Any = None,
     ) -> nnx.Param:
         """A weight [*in_shape, *out_shape]: truncated normal with variance init_scale / fan-in.
 
         `contracted`: the dimensions that its matmul sums over, if its consumer also takes a
-        quantized weight.
+        quantized weight. `cast_to`: the dtype to which its layer casts it before every use.
         """
         deviation = math.sqrt(self.init_scale / math.prod(in_shape))
         # The divisor restores the variance that truncation at two deviations takes away.
@@ -80,13 +81,20 @@ class Initializer:
         values: Any = (unit * deviation / 0.87962566103423978).astype(self.dtype)
         if self.quantize is not None and self.key is not None and contracted:
             values = self.quantize(values, tuple(contracted), self)
-        return nnx.Param(values, axes=tuple(axes), contracted=tuple(contracted))
+        return nnx.Param(values, axes=tuple(axes), contracted=tuple(contracted), cast_to=cast_to)
 
     def normal(
-        self, name: str, shape: Sequence[int], deviation: float, axes: Sequence[str | None]
+        self,
+        name: str,
+        shape: Sequence[int],
+        deviation: float,
+        axes: Sequence[str | None],
+        cast_to: Any = None,
     ) -> nnx.Param:
+        """`cast_to`: as in `weight`."""
         unit = self.standard_normal(name, tuple(shape))
-        return nnx.Param((unit * deviation).astype(self.dtype), axes=tuple(axes))
+        values = (unit * deviation).astype(self.dtype)
+        return nnx.Param(values, axes=tuple(axes), cast_to=cast_to)
 
     def constant(
         self,
@@ -248,19 +256,27 @@ class Template:
 
     @property
     def cast_dtypes(self) -> Tree:
-        """The dtype to which layers cast each weight before they use it; "" if they do not."""
+        """The dtype to which layers cast each weight before every use; "" if they use it as it
+        is stored."""
         return self.metadata(lambda metadata: metadata.get("cast_to") or "")
 
-    @property
-    def has_casts(self) -> bool:
-        return any(dtype != "" for dtype in jax.tree.leaves(self.cast_dtypes))
-
     def cast(self, weights: Tree) -> Tree:
-        """The weights, with those that their layers cast already cast: programs would do so in
-        every run."""
-        return jax.tree.map(
-            lambda dtype, w: w if dtype == "" else w.astype(dtype), self.cast_dtypes, weights
-        )
+        """The weights in the smallest dtypes with which the model computes the same: those that
+        layers cast are already cast, unless that would make them larger. All others, as norms
+        and the biases of routers, keep their dtype."""
+
+        def cast(dtype: Any, weight: Any) -> Any:
+            is_smaller = dtype != "" and jnp.dtype(dtype).itemsize <= weight.dtype.itemsize
+            return weight.astype(dtype) if is_smaller else weight
+
+        return jax.tree.map(cast, self.cast_dtypes, weights)
+
+    @property
+    def for_cast(self) -> "Template":
+        """The model with the weights that `cast` returns."""
+        state = jax.tree.map(lambda value: value, self.state)
+        nnx.replace_by_pure_dict(state, jax.eval_shape(self.cast, self.weights))
+        return Template(self.graph, state)
 
     def bind(self, weights: Tree) -> Any:
         """The model with these weights."""

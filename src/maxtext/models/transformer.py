@@ -71,12 +71,14 @@ class Transformer(nnx.Module):
         )
         self.streams = config.mhc_expansion_rate
 
+        uses_one_dtype = not config.logits_via_embedding or self.logit_dtype == self.dtype
         self.embedder = build_embedding(
             initializer.child("embedder"),
             config.vocab_size,
             self.embed_dim,
             self.dtype,
             config.use_iota_embed,
+            cast_to=self.dtype if uses_one_dtype else None,
         )
         learned = config.trainable_position_size
         self.positions = (

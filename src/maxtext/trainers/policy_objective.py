@@ -1,7 +1,8 @@
 """What objectives of a policy and a reference share (DPO, GRPO).
 
-The reference is the policy as it was at step 0: a frozen copy of its weights in the compute dtype;
-with adapters the base, or the base and the adapter that training started from.
+The reference is the policy as it was at step 0: a frozen copy of its weights, in the compute dtype
+where the model casts them to it (`Template.cast`), so that both compute the same; with adapters the
+base, or the base and the adapter that training started from.
 """
 
 from abc import ABC, abstractmethod
@@ -61,13 +62,7 @@ class PolicyObjective(ModelObjective, ABC):
                 return {}
             trained = optimized_mask(self.config, self.template)
             return jax.tree.map(jnp.copy, select(weights, trained))
-        dtype = jnp.dtype(self.config.dtype.value)
-        return jax.tree.map(
-            lambda weight: jnp.copy(
-                weight.astype(dtype) if jnp.issubdtype(weight.dtype, jnp.floating) else weight
-            ),
-            weights,
-        )
+        return jax.tree.map(jnp.copy, self.template.cast(weights))
 
     def reference_model(self, weights: Any, reference: Any) -> tuple[Template, Any]:
         """The template of the reference and its weights, without a gradient. `weights`: those of

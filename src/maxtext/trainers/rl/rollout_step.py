@@ -25,7 +25,7 @@ from maxtext.common.log import LOGGER
 from maxtext.configs.types import MaxTextConfig
 from maxtext.input_pipeline import FIELDS, Batch
 from maxtext.tokenizers import load_tokenizer
-from maxtext.trainers.compilation.compile import lower
+from maxtext.trainers.compilation.compile import default_options, lower
 from maxtext.trainers.data_loader import DeviceBatch
 from maxtext.trainers.hooks import TrainingFailed
 from maxtext.trainers.loop import TrainStep
@@ -287,7 +287,7 @@ def compile_score(context: RunContext) -> Callable[[Any, Any], jax.Array]:
     fields = {name: batch[name] for name in FIELDS}
     weights = with_shardings(context.abstract_weights, shardings.weights)
     jitted = jax.jit(objective.score, out_shardings=shardings.replicated)
-    return lower(context, jitted, weights, fields).compile()
+    return lower(context, jitted, weights, fields).compile(default_options(context))
 
 
 def to_rollout(scored: ScoredRollout) -> Rollout:
