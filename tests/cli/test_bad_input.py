@@ -721,6 +721,10 @@ CASES = {
         ["use_dpo=true", "packing=false", "dpo_loss_type=robust", "dpo_label_smoothing=0.5"],
         ["dpo_label_smoothing=0.5 is the part of labels that are flipped", "below 0.5"],
     ),
+    "KL of microbatches": (
+        ["use_dpo=true", "packing=false", "dpo_loss_type=kto", "gradient_accumulation_steps=2"],
+        ["dpo_loss_type=kto estimates a KL", "gradient_accumulation_steps=2 computes only a part"],
+    ),
     "beta of odds": (
         ["use_dpo=true", "packing=false", "dpo_loss_type=orpo", "dpo_beta=0.2"],
         ["dpo_beta=0.2", "other than orpo, whose weight is orpo_lambda"],

@@ -9,10 +9,11 @@ import pytest
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.configs.derive import Devices
 from maxtext.configs.sources import HERE
-from maxtext.input_pipeline.encode_rows import encode_pair, encode_row
+from maxtext.input_pipeline.encode_rows import PairEncoder, encode_pair, encode_row
 from maxtext.input_pipeline.formats import encode_example
 from maxtext.input_pipeline.formats.example import decode_example
 from maxtext.input_pipeline.instruction_data_processing import math_qa_formatting
+from maxtext.input_pipeline.interface import Split
 from maxtext.input_pipeline.row_reports import Remark
 from maxtext.models.configuration import load
 from tests.tokenizers.tiny import CHATML, write_bpe
@@ -390,6 +391,16 @@ def test_lengths_of_pairs(configured):
     set_length = encode_pair(row, configured("use_dpo=true", "max_prompt_length=2"))
     assert set_length.prompt.tolist() == whole.prompt.tolist()[-2:]
     assert set_length.chosen.tolist() == whole.chosen.tolist()
+
+
+def test_pairs_that_truncation_makes_equal_are_dropped_and_reported(configured):
+    config = configured("use_dpo=true", "max_target_length=8")
+    equal = {"prompt": "a", "chosen": "the same start, then yes", "rejected": "the same start, no"}
+    encoder = PairEncoder(config, Split.TRAIN)
+    pairs = [encoder.prepare(row) for row in (equal, equal | {"rejected": "another start"})]
+    assert [pair.remarks for pair in pairs] == [(Remark.CUT_EQUAL,), (Remark.TRUNCATED,)]
+    assert encoder.encode(pairs) == pairs[1:]
+    assert encode_pair(equal, configured("use_dpo=true", "max_target_length=64")).remarks == ()
 
 
 @pytest.mark.parametrize(

@@ -212,6 +212,17 @@ def test_killed_and_resumed_equals_uninterrupted(case, one_device, models, tmp_p
         np.testing.assert_array_equal(weights(resumed)[name], weight, err_msg=name)
 
 
+@pytest.mark.slow
+def test_precomputed_reference_is_extended_by_a_longer_run(models, tmp_path):
+    """A run of one step has the reference of its batch; resumed, it computes that of the others."""
+    keys = {"per_device_batch_size": 2, "num_epoch": 1, "precompute_reference_logps": True}
+    expected = fine_tune("dpo_lora", models, tmp_path / "whole", **keys)
+    fine_tune("dpo_lora", models, tmp_path / "parts", steps=1, **keys)
+    resumed = fine_tune("dpo_lora", models, tmp_path / "parts", **keys)
+    assert [metrics["step"] for metrics in resumed.metrics] == [1, 2]
+    assert losses(resumed) == losses(expected)[1:]
+
+
 @pytest.mark.representative("lora")
 @pytest.mark.parametrize("case", ["lora", "sft", "qlora", "distill"])
 @pytest.mark.slow

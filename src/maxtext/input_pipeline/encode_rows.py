@@ -47,6 +47,8 @@ from maxtext.tokenizers import Tokenizer, load_tokenizer
 from maxtext.tokenizers.assistant_mask import tokenize_chat
 from maxtext.tokenizers.chat import ChatTemplate, chat_template
 
+DROPPED = {Remark.NOT_LEARNED, Remark.CUT_EQUAL}  # remarks on rows and pairs without a gradient
+
 
 @dataclass(frozen=True)
 class EncodedRow:
@@ -168,7 +170,7 @@ class TextEncoder:
 
     def encode(self, prepared: Sequence[Any]) -> list[Any]:
         """The rows of `prepare` that are learned from."""
-        return [row for row in prepared if Remark.NOT_LEARNED not in row.remarks]
+        return [row for row in prepared if not DROPPED & set(row.remarks)]
 
     def format(self, record: Record) -> Record:
         return record if self.formatting is None else self.formatting(record)
@@ -298,11 +300,12 @@ class PairEncoder(TextEncoder):
             remarks = [Remark.NOT_LEARNED]
         most = self.length + 1 - len(prompt)
         if max(len(chosen), len(rejected)) > most:
-            remarks.append(Remark.TRUNCATED)
+            chosen, rejected = chosen[:most], rejected[:most]
+            remarks = [Remark.CUT_EQUAL] if chosen == rejected else [*remarks, Remark.TRUNCATED]
         return EncodedPair(
             prompt=np.array(prompt, np.int32),
-            chosen=np.array(chosen[:most], np.int32),
-            rejected=np.array(rejected[:most], np.int32),
+            chosen=np.array(chosen, np.int32),
+            rejected=np.array(rejected, np.int32),
             remarks=tuple(remarks),
         )
 

@@ -1,6 +1,6 @@
 """Counts what is remarkable about the rows of fine-tuning, and logs it: rows without a learned
-token, which are dropped, system messages that are not first, turns whose end is not learned, and
-truncation.
+token and pairs that truncation makes equal, which are dropped, system messages that are not first,
+turns whose end is not learned, and truncation.
 """
 
 import threading
@@ -18,6 +18,7 @@ class Remark(Enum):
     SYSTEM_NOT_FIRST = "have a system message that is not the first message"
     END_NOT_LEARNED = "have no learned end-of-turn token, so that a model does not learn to stop"
     TRUNCATED = "are truncated to max_target_length"
+    CUT_EQUAL = "are dropped, since truncation to max_target_length makes chosen and rejected equal"
     PROMPT_TOO_LONG = "are dropped, since their prompt is longer than max_prefill_predict_length"
     PROMPT_TRUNCATED = "have a prompt whose start is cut off"
 

@@ -110,6 +110,18 @@ def flipped_labels_are_fewer_than_half(settings: Settings) -> str | None:
     return None
 
 
+@rule("dpo_loss_type")
+def kl_is_of_a_batch(settings: Settings) -> str | None:
+    microbatches = settings.gradient_accumulation_steps
+    if settings.use_dpo and settings.dpo_loss_type == "kto" and microbatches > 1:
+        return (
+            "dpo_loss_type=kto estimates a KL divergence from all pairs of a batch, and "
+            f"gradient_accumulation_steps={microbatches} computes only a part of them at a time: "
+            "set gradient_accumulation_steps=1 or another dpo_loss_type"
+        )
+    return None
+
+
 @rule("quantization")
 def adapters_multiply_in_floats(settings: Settings) -> str | None:
     has_adapters = settings.lora_rank > 0 or settings.lora_restore_path
