@@ -166,10 +166,13 @@ CASES = {
     "unknown key": (["learning_rat=1"], ["unknown key 'learning_rat'", "learning_rate"]),
     "unknown key without a neighbour": (["zzzzzz=1"], ["unknown key 'zzzzzz'"]),
     "part of a key": (["capacity=1"], ["unknown key 'capacity'", "capacity_factor"]),
-    "no value": (["steps"], ["no configuration file 'steps'"]),
-    "no equals sign in a later word": (["run_name=a", "steps"], ["expected key=value", "'steps'"]),
+    "no value": (["steps"], ["unknown argument 'steps': write steps=VALUE"]),
+    "no equals sign in a later word": (
+        ["run_name=a", "steps", "3"],
+        ["unknown argument 'steps': write steps=VALUE"],
+    ),
     "no key": (["=3"], ["expected key=value"]),
-    "unknown option": (["--steps=3"], ["unknown option", "without dashes"]),
+    "unknown option": (["--steps=3"], ["unknown option", "without dashes: write steps=VALUE"]),
     "unknown format": (["--format", "xml"], ["--format takes yaml or json"]),
     "format without a value": (["--format"], ["--format needs a value"]),
     "text for a whole number": (
@@ -210,7 +213,10 @@ CASES = {
     ),
     "unknown model and no neighbour": (["model_name=zzz"], ["unknown model_name 'zzz'"]),
     "missing file": (["nowhere.yml"], ["no configuration file 'nowhere.yml'"]),
-    "misspelt preset": (["bas"], ["no configuration file 'bas'", "did you mean base"]),
+    "misspelt preset": (
+        ["bas"],
+        ["no configuration file, model or data 'bas'", "did you mean base"],
+    ),
     "set twice": (["run_name=a", "run_name=b"], ["run_name is set twice", "'a' and 'b'"]),
     "negative below the bound": (["q_lora_rank=-1"], ["q_lora_rank=-1", ">= 0"]),
     "zero where positive": (["num_experts=0"], ["num_experts=0", "> 0"]),

@@ -446,10 +446,10 @@ def test_path_that_cannot_be_written(tmp_path):
 @pytest.mark.parametrize(
     ("args", "expected"),
     [
-        ([], "name two files and a model"),
-        (["in.jsonl", "out.jsonl"], "name two files and a model"),
-        (["in.jsonl", "--model", "m"], "name two files and a model"),
-        (["in.jsonl", "out.jsonl", "--model", "m", "--fast"], "name two files and a model"),
+        ([], "name a model and two files"),
+        (["in.jsonl", "out.jsonl"], "which model? maxtext batch MODEL IN.jsonl OUT.jsonl"),
+        (["in.jsonl", "--model", "m"], "name a model and two files"),
+        (["in.jsonl", "out.jsonl", "--model", "m", "--fast"], "unknown option '--fast'"),
         (["nowhere.jsonl", "out.jsonl", "--model", "m"], "there is no file nowhere.jsonl"),
         (
             ["in.jsonl", "in.jsonl", "--model", "m"],
@@ -462,7 +462,7 @@ def test_path_that_cannot_be_written(tmp_path):
             "prompt=a (command line) would do nothing",
         ),
         (["in.jsonl", "out.jsonl", "--model", "model", "multi_sampling=true"], "repeat the line"),
-        (["in.jsonl", "out.jsonl", "--model", "model", "loose"], "expected key=value"),
+        (["in.jsonl", "out.jsonl", "--model", "model", "loose"], "name a model and two files"),
     ],
 )
 def test_errors(args, expected, tmp_path, folder, loaded, capsys, monkeypatch):

@@ -157,7 +157,7 @@ def test_no_model(capsys):
     assert main(["chat", "max_target_length=3"]) == 2
     assert main(["chat", "nowhere"]) == 2
     err = capsys.readouterr().err
-    assert err.count("which model? maxtext chat DIR") == 2
+    assert err.count("which model? maxtext chat MODEL") == 2
     assert "'nowhere' is neither a folder nor the name of a model" in err
 
 

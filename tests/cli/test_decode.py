@@ -174,7 +174,7 @@ def test_errors(args, expected, folder, loaded, capsys):
 
 def test_no_model(loaded, capsys, tmp_path):
     assert main(["decode", "prompt=a"]) == 2
-    assert "which model? set load_parameters_path=DIR" in capsys.readouterr().err
+    assert "which model? maxtext decode MODEL prompt=TEXT" in capsys.readouterr().err
     assert main(["decode", "promt=a"]) == 2
     assert "unknown key 'promt'" in capsys.readouterr().err
     assert main(["decode", f"load_parameters_path={tmp_path / 'nowhere'}"]) == 2

@@ -18,14 +18,15 @@ SETTINGS += ["attention=dot_product", "max_target_length=64"]
 def test_arguments():
     line = "m --tasks a,b --limit=3 --num-fewshot 0 --json o.json dtype=x --apply-chat-template"
     parsed = parse_arguments(shlex.split(f"{line} --include-path tasks --adapter lora"))
-    assert (parsed.path, parsed.mode, parsed.value) == ("m", "--tasks", "a,b")
+    assert (parsed.file, parsed.mode, parsed.value) == (None, "--tasks", "a,b")
     assert parsed.options == {
         "--limit": 3,
         "--num-fewshot": 0,
         "--apply-chat-template": True,
         "--include-path": "tasks",
     }
-    assert parsed.overrides == ["dtype=x", "lora_input_adapters_path=lora"]
+    names = ["load_parameters_path=m", "dtype=x", "lora_input_adapters_path=lora"]
+    assert parsed.overrides == names
     assert parsed.out is not None
     assert parsed.out.name == "o.json"
 
@@ -33,8 +34,6 @@ def test_arguments():
 @pytest.mark.parametrize(
     ("args", "reason"),
     [
-        ([], "which model"),
-        (["--tasks", "a"], "which model"),
         (["m"], "give one of --perplexity, --tasks, --builtin"),
         (["m", "--tasks", "a", "--perplexity", "f"], "not 2 of them"),
         (["m", "--tasks"], "needs a value"),
@@ -43,7 +42,7 @@ def test_arguments():
         (["m", "--perplexity", "f", "--limit", "2"], "--limit would do nothing with --perplexity"),
         (["m", "--tasks", "a", "--window", "8"], "--window would do nothing with --tasks"),
         (["m", "--tasks", "a", "--limit", "x"], "--limit takes a whole number"),
-        (["m", "--tasks", "a", "--batch-size", "8"], "unknown argument '--batch-size'"),
+        (["m", "--tasks", "a", "--batch-size", "8"], "unknown option '--batch-size'"),
         (["m", "--tasks", "a", "other"], "unknown argument 'other'"),
         (["m", "--tasks", "a", "--json", "."], "is a folder"),
         (["m", "--tasks", "a", "--json", f"{__file__}/x.json"], "is not a writable folder"),
@@ -57,6 +56,7 @@ def test_refusals(args, reason):
 @pytest.mark.parametrize(
     ("args", "reason"),
     [
+        (["--tasks", "a"], "which model"),
         (["no/such/folder", "--perplexity", "x"], "neither a folder nor the name of a model"),
         (["MODEL", "--perplexity", "none.txt"], "none.txt does not exist"),
         (["MODEL", "--perplexity", __file__, "--window", "4096"], "raise that key"),
@@ -75,7 +75,7 @@ def test_errors_before_weights_are_loaded(folder, loaded, capsys, args, reason):
 def test_a_missing_package_names_its_extra(folder, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     assert main(["eval", str(folder), "--tasks", "a"]) == 2
-    assert 'pip install "maxtext[eval]"' in capsys.readouterr().err
+    assert 'pip install -e ".[eval]"' in capsys.readouterr().err
 
 
 def test_perplexity(chat_model, tmp_path, capsys):

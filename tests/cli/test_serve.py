@@ -13,7 +13,9 @@ import pytest
 
 from maxtext.cli.main import main
 from maxtext.cli.serve import parse_arguments
+from maxtext.cli.vllm_flags import KEYS, REFUSED, SWITCHES
 from maxtext.common.errors import ConfigError
+from maxtext.configs.types import MaxTextConfig
 
 TINY = ["model_name=qwen3-0.6b", "override_model_config=true", "base_emb_dim=32"]
 TINY += ["base_num_query_heads=2", "base_num_kv_heads=1", "head_dim=16", "base_mlp_dim=48"]
@@ -28,7 +30,10 @@ def test_defaults(monkeypatch):
     monkeypatch.setenv("MAXTEXT_API_KEY", "from-environment")
     parsed = parse_arguments(["models/tiny", "dtype=float32"])
     assert (parsed.host, parsed.port, parsed.uds) == ("127.0.0.1", 8000, None)
-    assert (parsed.names, parsed.overrides) == (["tiny"], ["dtype=float32"])
+    assert (parsed.names, parsed.overrides) == (
+        ["tiny"],
+        ["load_parameters_path=models/tiny", "dtype=float32"],
+    )
     assert parsed.options.api_keys == ["from-environment"]
     assert parsed.options.cors_origins == []
     assert parsed.uses_generation_config
@@ -84,7 +89,7 @@ def test_flags():
     assert parsed.options.request_timeout == 0
     assert parsed.template_defaults == {"enable_thinking": False}
     assert not parsed.uses_generation_config
-    assert parsed.overrides == ["attention=paged", "lora_input_adapters_path=lora"]
+    assert parsed.overrides[1:] == ["attention=paged", "lora_input_adapters_path=lora"]
 
 
 def test_allowed_hosts(monkeypatch):
@@ -108,12 +113,55 @@ def test_allowed_hosts(monkeypatch):
         assert parse_arguments(["m", *flags]).options.allowed_hosts == expected
 
 
+def test_flags_of_vllm_are_keys():
+    """By the meaning that vLLM's documentation gives them."""
+    line = (
+        "m --max-model-len 4096 --tensor_parallel_size=2 --max-num-seqs 8 --dtype half "
+        "--chat-template t.jinja --tokenizer tok --enable-prefix-caching --quantization int8 "
+        "--kv-cache-dtype int8 "
+        "--enable-lora --max-loras 3 --lora-modules a=x b=y --enable-auto-tool-choice "
+        "--generation-config vllm attention=paged"
+    )
+    parsed = parse_arguments(line.split())
+    assert set(parsed.overrides) == {
+        "load_parameters_path=m",
+        "max_target_length=4096",
+        "ici_tensor_parallelism=2",
+        "per_device_batch_size=8",
+        "dtype=float16",
+        "chat_template_path=t.jinja",
+        "tokenizer_path=tok",
+        "enable_prefix_caching=true",
+        "quantization=int8",
+        "quantize_kvcache=true",
+        "kv_quant_dtype=int8",
+        "max_adapters=3",
+        "attention=paged",
+    }
+    assert parsed.adapters == {"a": "x", "b": "y"}
+    assert not parsed.uses_generation_config
+    assert parse_arguments(["--model", "org/m", "--dtype=auto"]).names == ["m"]
+
+
+@pytest.mark.parametrize("flag", REFUSED)
+def test_flags_of_vllm_without_a_meaning_name_what_to_use(flag):
+    with pytest.raises(ConfigError) as error:
+        parse_arguments(["m", flag, "1"])
+    assert str(error.value).startswith(f"{flag} is vLLM's and does nothing here: ")
+    assert len(error.value.problems) == 1
+
+
+def test_keys_of_vllm_flags_exist():
+    names = [*KEYS.values(), *(setting.partition("=")[0] for setting in SWITCHES.values())]
+    assert set(names) <= MaxTextConfig.model_fields.keys()
+
+
 def test_names_of_adapters():
     """A key of base.yml ends them."""
     args = ["m", "--lora", "a=x/1", "B=x/2=3", "dtype=float32", "--lora=c=d", "attention=paged"]
     parsed = parse_arguments(args)
     assert parsed.adapters == {"a": "x/1", "B": "x/2=3", "c": "d"}
-    assert parsed.overrides == ["dtype=float32", "attention=paged"]
+    assert parsed.overrides[1:] == ["dtype=float32", "attention=paged"]
 
 
 @pytest.mark.parametrize(
@@ -139,7 +187,7 @@ def test_names_of_adapters():
         (["x", "--root-path", "model"], "a path such as /model"),
         (["x", "--root-path", "/model/"], "a path such as /model"),
         (["x", "--api-key", "schlüssel"], "may not have"),
-        (["x", "--workers", "2"], "unknown argument '--workers'"),
+        (["x", "--workers", "2"], "unknown option '--workers'"),
         (["x", "y"], "unknown argument 'y'"),
     ],
 )

@@ -101,7 +101,7 @@ def test_failed_write_keeps_the_old_file(tmp_path, monkeypatch):
 
 def test_names_the_extra_if_matplotlib_is_missing(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(MissingExtra, match=r'loss.png needs .*pip install "maxtext\[plot\]"'):
+    with pytest.raises(MissingExtra, match=r'loss.png needs .*pip install -e .*\[plot\]"'):
         save_loss_png(tmp_path / "loss.png", [0], [1.0])
     assert list(tmp_path.iterdir()) == []
 

@@ -97,7 +97,7 @@ def test_names_the_extra_without_libtpu(monkeypatch):
     target = find_target("v5p-8")
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     with pytest.raises(
-        MissingExtra, match=r'v5p-8 .*needs the package .libtpu.*pip install "maxtext\[tpu\]"'
+        MissingExtra, match=r'v5p-8 .*needs the package .libtpu.*pip install -e .*\[tpu\]"'
     ):
         target.devices()
     monkeypatch.setattr(platform, "machine", lambda: "aarch64")

@@ -208,7 +208,7 @@ def test_reports_a_failed_hub_download_without_the_token(monkeypatch):
 def test_names_the_extra_of_a_missing_package(kind, package, paths, monkeypatch):
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(
-        MissingExtra, match=rf"needs the package '{package}'.*pip install \"maxtext\[text\]\""
+        MissingExtra, match=rf"needs the package '{package}'.*pip install -e .*\[text\]\""
     ):
         load(paths[kind])
 

@@ -1,4 +1,4 @@
-"""Parses the arguments of a command: an optional FILE, key=value overrides, and its own options."""
+"""Takes the options of a command from its arguments; positionals.py reads what is left."""
 
 import math
 import re
@@ -6,18 +6,6 @@ from collections.abc import Collection
 
 from maxtext.common.errors import ConfigError
 from maxtext.common.files import REMOTE, path_problem
-
-
-def split(args: list[str]) -> tuple[str | None, list[str]]:
-    """Split into (FILE or None, key=value overrides)."""
-    options = [arg for arg in args if arg.startswith("-")]
-    if options:
-        raise ConfigError(
-            f"unknown option {options[0]!r}; settings are written key=value, without dashes"
-        )
-    if args and "=" not in args[0]:
-        return args[0], args[1:]
-    return None, args
 
 
 def refuse_remote(args: list[str]) -> None:

@@ -11,11 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from maxtext.cli import arguments
+from maxtext.cli import arguments, positionals
 from maxtext.cli.batch_files import Line, ResultFile, read_lines
 from maxtext.cli.generation import (
     GenerationSession,
     load_session,
+    model_path,
     note,
     refuse_useless,
     resolve_model,
@@ -54,26 +55,30 @@ RESULT_KEYS = (
 )
 USELESS = {
     "prompt": "the prompts are in the file",
-    "load_parameters_path": "--model names the model",
+    "load_parameters_path": "another argument names the model",
     "multi_sampling": "repeat the line: each has its own seed",
     "autoregressive_decode_assert": "it is about the completion of `maxtext decode`",
 }
+OTHERS_USELESS = {key: USELESS[key] for key in USELESS.keys() - {"load_parameters_path"}}
 
 
 def run(args: list[str]) -> int:
     path = arguments.take_value(args, "--model")
     overwrite = arguments.take_flag(args, "--overwrite")
     adapter = arguments.take_adapter(args)
-    if path is None or len(args) < 2 or any(arg.startswith("-") for arg in args):
+    words, overrides = positionals.split_words(args)
+    if path is None and len(words) == 3:
+        path = words.pop(0)
+    if len(words) != 2:
         raise ConfigError(
-            "name two files and a model: "
-            "maxtext batch IN.jsonl OUT.jsonl --model DIR [--adapter DIR] [--overwrite] "
-            "[key=value ...]"
+            "name a model and two files: maxtext batch MODEL IN.jsonl OUT.jsonl [--adapter DIR] "
+            "[--overwrite] [key=value ...]"
         )
-    requests, out = (local_path(arg) for arg in args[:2])
+    named = path or model_path("maxtext batch MODEL IN.jsonl OUT.jsonl", None, overrides)
+    requests, out = map(local_path, words)
     check_files(requests, out)
-    model = resolve_model(newest_step(path), None, args[2:] + adapter)
-    refuse_useless(model.config, "batch", USELESS)
+    model = resolve_model(newest_step(named), None, overrides + adapter)
+    refuse_useless(model.config, "batch", USELESS if path else OTHERS_USELESS)
     results = ResultFile(out, result_settings(model.path, model.config), overwrite)
     num_before = len(results)
     try:

@@ -16,9 +16,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from maxtext.cli import arguments, bench_serve
-from maxtext.cli.decode import model_path
-from maxtext.cli.generation import load_session, note, resolve_model
+from maxtext.cli import bench_serve, positionals
+from maxtext.cli.generation import load_session, note, resolve_named_model
 from maxtext.cli.terminal import format_table
 from maxtext.common import files
 from maxtext.common.errors import ConfigError
@@ -39,8 +38,8 @@ def run(args: list[str]) -> int:
             "what is to be measured? maxtext bench inference [FILE] [key=value ...], or "
             "maxtext bench serve --url URL [flags]"
         )
-    file, overrides = arguments.split(args[1:])
-    model = resolve_model(model_path(file, overrides), file, overrides)
+    file, overrides = positionals.split(args[1:], data=None)
+    model = resolve_named_model("maxtext bench inference MODEL", file, overrides)
     config = model.config
     lengths = prompt_lengths(config)
     llm = load_session(model, text=False).llm

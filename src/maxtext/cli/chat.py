@@ -14,19 +14,19 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from maxtext.cli import arguments
+from maxtext.cli import arguments, positionals
 from maxtext.cli.conversation import Conversation, Deltas, LocalConversation, ReplyDelta
 from maxtext.cli.generation import (
     DIM,
     load_session,
     note,
     refuse_useless,
-    resolve_model,
+    resolve_named_model,
     supports_style,
     write,
 )
 from maxtext.common import progress, signals
-from maxtext.common.errors import ConfigError, UserError
+from maxtext.common.errors import UserError
 
 PROMPT_SIGN = "> "
 POLL_SECONDS = 0.1
@@ -39,9 +39,9 @@ HELP = """\
 /help          list the commands
 /exit          leave, as Ctrl-D does
 Ctrl-C stops a reply. Write a message that begins with / with two: //."""
+USAGE = "maxtext chat MODEL, or maxtext chat --server URL"
 USELESS = {
     "prompt": "type it",
-    "load_parameters_path": "the path after `chat` names the model",
     "multi_sampling": "a conversation has one reply to a message",
     "enable_model_warmup": "the first message warms it up",
     "return_log_prob": "use `maxtext decode` or `maxtext batch`",
@@ -77,16 +77,12 @@ def run(args: list[str]) -> int:
 
 def load_conversation(args: list[str]) -> Conversation:
     """A conversation with a model that is loaded here."""
-    if not args or args[0].startswith("-") or "=" in args[0]:
-        raise ConfigError(
-            "which model? maxtext chat DIR [key=value ...], or maxtext chat --server URL"
-        )
     adapter = arguments.take_adapter(args)
-    path, *overrides = args
-    model = resolve_model(path, None, overrides + adapter)
+    file, overrides = positionals.split(args, data=None, presets=False)
+    model = resolve_named_model(USAGE, file, overrides + adapter)
     refuse_useless(model.config, "chat", USELESS)
     session = load_session(model)
-    return LocalConversation(session, f"{path}, loaded in {session.load_seconds:.1f} s")
+    return LocalConversation(session, f"{model.path}, loaded in {session.load_seconds:.1f} s")
 
 
 class Terminal:

@@ -12,42 +12,53 @@ class Command:
     settings: bool = True  # takes a FILE and key=value arguments
 
 
-FINE_TUNING_OPTIONS = """\
-load_parameters_path=DIR    the model: a Hugging Face folder, a converted checkpoint, or a run
+MODEL = """\
+MODEL                       a Hugging Face folder or org/name of its Hub, a converted checkpoint, or
+                            a run (load_parameters_path=MODEL)
+DATA                        files, folders or globs, whose format follows from their names, such as
+                            .jsonl, .parquet or .txt; or org/name of a dataset of the Hub
+"""
+FINE_TUNING_OPTIONS = (
+    MODEL
+    + """\
 lora_rank=R                 train adapters of rank R instead of the weights
 FILE                        default: the preset of the command's name"""
+)
 
 COMMANDS = {
     "train": Command(
+        usage="maxtext train [FILE] [MODEL] [DATA ...] [key=value ...]",
         summary="train a model",
         example="maxtext train quickstart",
+        options=MODEL.rstrip(),
     ),
     "sft": Command(
+        usage="maxtext sft [FILE] [MODEL] [DATA ...] [key=value ...]",
         summary="fine-tune a model on conversations or on prompts and completions",
-        example="maxtext sft load_parameters_path=~/models/Qwen3-0.6B dataset_type=grain \\\n"
-        "           grain_file_type=jsonl grain_train_files=chats.jsonl lora_rank=16 steps=500",
+        example="maxtext sft ~/models/Qwen3-0.6B chats.jsonl lora_rank=16 steps=500",
         options=FINE_TUNING_OPTIONS,
     ),
     "dpo": Command(
+        usage="maxtext dpo [FILE] [MODEL] [DATA ...] [key=value ...]",
         summary="train a model on pairs of a preferred and a rejected completion",
-        example="maxtext dpo load_parameters_path=~/models/Qwen3-0.6B dataset_type=grain \\\n"
-        "           grain_file_type=jsonl grain_train_files=pairs.jsonl steps=500",
+        example="maxtext dpo ~/models/Qwen3-0.6B pairs.jsonl steps=500",
         options=FINE_TUNING_OPTIONS,
     ),
     "orpo": Command(
+        usage="maxtext orpo [FILE] [MODEL] [DATA ...] [key=value ...]",
         summary="the same by ORPO, without a reference model",
-        example="maxtext orpo load_parameters_path=~/models/Qwen3-0.6B dataset_type=grain \\\n"
-        "           grain_file_type=jsonl grain_train_files=pairs.jsonl steps=500",
+        example="maxtext orpo ~/models/Qwen3-0.6B pairs.jsonl steps=500",
         options=FINE_TUNING_OPTIONS,
     ),
     "distill": Command(
         summary="train a student on the outputs of a teacher",
-        example="maxtext distill load_parameters_path=~/models/Qwen3-0.6B \\\n"
-        "           teacher_overrides.load_parameters_path=~/models/Qwen3-8B \\\n"
-        "           dataset_type=grain grain_file_type=jsonl grain_train_files=texts.jsonl",
+        example="maxtext distill ~/models/Qwen3-0.6B ~/models/Qwen3-8B texts.jsonl",
+        usage="maxtext distill [FILE] [STUDENT] [TEACHER] [DATA ...] [key=value ...]",
         options="""\
-load_parameters_path=DIR                      the student
-teacher_overrides.load_parameters_path=DIR    the teacher, with the same tokenizer
+STUDENT                                       its folder (load_parameters_path)
+TEACHER                                       the teacher, with the same tokenizer
+                                              (teacher_overrides.load_parameters_path)
+DATA                                          files, folders or globs, as in `maxtext sft`
 teacher_overrides.KEY=VALUE                   any other key of the teacher alone
 distill_alpha=A                               weight of the teacher's logits, 0 to 1
 distill_temperature=T                         of both softmaxes
@@ -56,9 +67,9 @@ offline_data_dir=DIR                          instead of a teacher: its logits, 
 FILE                                          default: the preset distill""",
     ),
     "grpo": Command(
+        usage="maxtext grpo [FILE] [MODEL] [DATA ...] [key=value ...]",
         summary="train a model on rewards of completions that it samples",
-        example="maxtext grpo load_parameters_path=~/models/Qwen3-0.6B dataset_type=grain \\\n"
-        "           grain_file_type=jsonl grain_train_files=problems.jsonl num_batches=200",
+        example="maxtext grpo ~/models/Qwen3-0.6B problems.jsonl num_batches=200",
         options=FINE_TUNING_OPTIONS
         + """
 num_generations=G           completions of each prompt
@@ -66,11 +77,12 @@ loss_algo=gspo-token        ratios of sequences instead of tokens""",
     ),
     "evaluate": Command(
         summary="sample responses to problems, and report how many are right",
-        example="maxtext evaluate load_parameters_path=~/models/Qwen3-0.6B dataset_type=grain \\\n"
-        "           grain_file_type=jsonl grain_eval_files=problems.jsonl num_eval_passes=8",
-        usage="maxtext evaluate [FILE] [key=value ...] [--adapter DIR] [--json]",
+        example="maxtext evaluate ~/models/Qwen3-0.6B problems.jsonl num_eval_passes=8",
+        usage="maxtext evaluate [FILE] [MODEL] [DATA ...] [key=value ...] [--adapter DIR] [--json]",
         options="""\
-load_parameters_path=DIR       the model: a Hugging Face folder, a converted checkpoint, or a run
+MODEL                          a Hugging Face folder or org/name of its Hub, a converted
+                               checkpoint, or a run (load_parameters_path=MODEL)
+DATA                           files of problems (grain_eval_files=FILES)
 num_eval_passes=K              responses to each problem; pass@k for k = 1, 2, 4 … up to K
 eval_sampling_strategy=NAME    greedy, standard, liberal or an entry of generation_configs
 eval_mode=pass|maj|pass_at_1   any response is right, the most frequent one is, or the share
@@ -81,14 +93,12 @@ FILE                           default: the preset evaluate; that of a grpo run 
     ),
     "distill-logits": Command(
         summary="write the largest logits of a teacher over training data, to distill from later",
-        example="maxtext distill-logits --top-k 128 logits \\\n"
-        "           load_parameters_path=~/models/Qwen3-8B \\\n"
-        "           dataset_type=grain grain_file_type=jsonl grain_train_files=texts.jsonl",
-        usage="maxtext distill-logits --top-k K OUT [FILE] [key=value ...]",
+        example="maxtext distill-logits --top-k 128 logits ~/models/Qwen3-8B texts.jsonl",
+        usage="maxtext distill-logits --top-k K OUT [FILE] [MODEL] [DATA ...] [key=value ...]",
         options="""\
 --top-k K                   logits of each token
 OUT                         a new folder, or one to continue
-load_parameters_path=DIR    the teacher
+MODEL, DATA                 the teacher and the training data, as in `maxtext sft`
 steps=N                     batches to write; fewer if the data ends""",
     ),
     "launch": Command(
@@ -114,9 +124,10 @@ elastic_enabled=true       with --local: continue with fewer processes after los
     ),
     "decode": Command(
         summary="complete a prompt and stream the text",
-        example='maxtext decode load_parameters_path=~/models/Qwen3-0.6B prompt="I love to"',
+        example='maxtext decode ~/models/Qwen3-0.6B prompt="I love to"',
+        usage="maxtext decode [FILE] [MODEL] [key=value ...] [--adapter DIR]",
         options="""\
-load_parameters_path=DIR          a Hugging Face folder or org/name of its Hub, a converted
+MODEL                             a Hugging Face folder or org/name of its Hub, a converted
                                   checkpoint, or a training run
 prompt=TEXT                       with use_chat_template=true, a user message
 max_target_length=N               length of prompt and completion, in tokens
@@ -129,10 +140,10 @@ return_log_prob=true              print the log probability of each token""",
         summary="chat with a model, or with a server",
         example="maxtext chat ~/models/Qwen3-0.6B decode_sampling_strategy=weighted",
         usage="""\
-maxtext chat DIR [--adapter DIR] [key=value ...]
+maxtext chat MODEL [--adapter DIR] [key=value ...]
 maxtext chat --server URL [--api-key KEY] [--model NAME] [field=value ...]""",
         options="""\
-DIR             a Hugging Face folder or org/name of its Hub, a converted checkpoint, or a
+MODEL           a Hugging Face folder or org/name of its Hub, a converted checkpoint, or a
                 training run
 --adapter DIR   a PEFT adapter of the model
 key=value       any key of base.yml, such as max_target_length, decode_sampling_strategy,
@@ -146,17 +157,17 @@ field=value     fields of its requests, such as temperature=0.7 or max_tokens=50
     ),
     "batch": Command(
         summary="run a file of generation requests; an interrupted job resumes",
-        example="maxtext batch questions.jsonl answers.jsonl --model ~/models/Qwen3-0.6B",
-        usage="maxtext batch IN.jsonl OUT.jsonl --model DIR [--adapter DIR] [--overwrite] "
+        example="maxtext batch ~/models/Qwen3-0.6B questions.jsonl answers.jsonl",
+        usage="maxtext batch MODEL IN.jsonl OUT.jsonl [--adapter DIR] [--overwrite] "
         "[key=value ...]",
         options="""\
+MODEL           a Hugging Face folder or org/name of its Hub, a converted checkpoint, or a
+                training run (also --model MODEL)
 IN.jsonl        one request per line: {"prompt": "I love to"} or {"messages": [...]},
                 optionally with id, seed, stop, max_new_tokens, temperature, top_k, top_p,
                 adapter (a name; empty: the base)
 OUT.jsonl       one completion per line, in the order in which they finish:
                 {"index": 0, "text": "...", "finished": "end", ...}
---model DIR     a Hugging Face folder or org/name of its Hub, a converted checkpoint, or a
-                training run
 --adapter DIR   a PEFT adapter of the model, or a folder of adapters
 --overwrite     discard an existing OUT.jsonl
 key=value       any key of base.yml""",
@@ -165,13 +176,13 @@ key=value       any key of base.yml""",
     "serve": Command(
         summary="serve a model over HTTP, with OpenAI's API",
         example="maxtext serve ~/models/Qwen3-0.6B --port 8000 per_device_batch_size=16",
-        usage="maxtext serve DIR [flags] [key=value ...]",
+        usage="maxtext serve MODEL [flags] [key=value ...]",
         options="""\
-DIR                          a Hugging Face folder or org/name of its Hub, a converted checkpoint,
+MODEL                        a Hugging Face folder or org/name of its Hub, a converted checkpoint,
                              or a training run
 --host HOST, --port PORT     address (127.0.0.1, 8000); port 0 takes a free one
 --uds PATH                   a unix socket instead
---served-model-name NAME ... names that requests may use (the name of DIR)
+--served-model-name NAME ... names that requests may use (the name of MODEL)
 --adapter DIR                a PEFT adapter (a folder, or org/name of the Hub), or a folder of
                              adapters: each is a model of its name
 --api-key KEY ...            keys, one of which a request needs (MAXTEXT_API_KEY)
@@ -188,8 +199,8 @@ DIR                          a Hugging Face folder or org/name of its Hub, a con
 --root-path P                the prefix that a proxy strips
 --default-chat-template-kwargs JSON
                              variables of the chat template, such as {"enable_thinking": false}
---generation-config auto|none
-                             whether generation_config.json has the defaults of sampling
+--generation-config auto|none|vllm
+                             whether generation_config.json has sampling defaults (vllm: none)
 --tool-call-parser hermes|llama3_json|mistral|qwen3_coder|gpt_oss|none
                              form of calls in the text (by the chat template)
 --reasoning-parser think|gpt_oss|none
@@ -205,6 +216,9 @@ DIR                          a Hugging Face folder or org/name of its Hub, a con
 --log-requests               log a line for each request, without its text
 --log-prompts                log the prompts, too
 --no-page                    no chat page at /
+--max-model-len N, --tensor-parallel-size N, --dtype D, --tokenizer PATH ...
+                             flags of vLLM stand for keys, such as max_target_length; one without a
+                             meaning here is refused with the key to use
 key=value                    any key of base.yml; per_device_batch_size requests run at a time,
                              with max_target_length tokens each""",
         settings=False,
@@ -213,15 +227,16 @@ key=value                    any key of base.yml; per_device_batch_size requests
         summary="evaluate a model: perplexity, lm-eval's tasks, benchmarks of the system",
         example="maxtext eval ~/models/Qwen3-0.6B --tasks arc_easy,hellaswag --json scores.json",
         usage="""\
-maxtext eval DIR --perplexity FILE [--window N] [--stride N] [--json OUT] [key=value ...]
-maxtext eval DIR --tasks A,B [--include-path FOLDER] [--num-fewshot N] [--limit N]
+maxtext eval MODEL FILE ... [--window N] [--stride N] [--json OUT] [key=value ...]
+maxtext eval MODEL --tasks A,B [--include-path FOLDER] [--num-fewshot N] [--limit N]
              [--apply-chat-template] [--json OUT] [key=value ...]
-maxtext eval DIR --builtin NAME,... [--limit N] [--seed N] [--apply-chat-template]
+maxtext eval MODEL --builtin NAME,... [--limit N] [--seed N] [--apply-chat-template]
              [--json OUT] [key=value ...]""",
         options="""\
-DIR                     a Hugging Face folder or org/name of its Hub, a converted checkpoint, or a
+MODEL                   a Hugging Face folder or org/name of its Hub, a converted checkpoint, or a
                         training run
---perplexity FILE       of a text, or of JSON lines with a column text
+FILE                    texts, or JSON lines with a column text, for perplexity (also
+                        --perplexity FILE)
 --window N              tokens of a window (max_target_length)
 --stride N              tokens between windows (--window); smaller: more context
 --tasks A,B             tasks of lm-eval: names, groups, tags or patterns
@@ -380,6 +395,12 @@ maxtext estimate [FILE] [key=value ...] [--target NAME] [--slices N] [--no-compi
 compiled_trainstep_file=FILE      output file; maxtext train loads it by the same key
 compile_topology=v5p-128          the target; default: this machine
 compile_topology_num_slices=1     number of slices of the target""",
+    ),
+    "completion": Command(
+        summary="print a script with which a shell completes commands, options, keys and names",
+        example="source <(maxtext completion bash)",
+        usage="maxtext completion bash|zsh|fish",
+        settings=False,
     ),
     "doctor": Command(
         summary="show versions, devices and problems of this machine",

@@ -2,7 +2,7 @@
 
 import time
 
-from maxtext.cli import arguments
+from maxtext.cli import positionals
 from maxtext.cli.targets import load_for_target
 from maxtext.common import log
 from maxtext.common.errors import ConfigError
@@ -10,7 +10,7 @@ from maxtext.common.hardware import format_bytes
 
 
 def run(args: list[str]) -> int:
-    path, overrides = arguments.split(args)
+    path, overrides = positionals.split(args)
     config, target = load_for_target(path, overrides)
     if not config.compiled_trainstep_file:
         raise ConfigError("maxtext compile needs a file to write: set compiled_trainstep_file=FILE")

@@ -3,7 +3,7 @@
 import json
 import sys
 
-from maxtext.cli import arguments
+from maxtext.cli import arguments, positionals
 from maxtext.common.errors import ConfigError
 from maxtext.configs import fields, ledger, serialize, sources
 from maxtext.configs.load import base_values
@@ -19,7 +19,7 @@ def run(args: list[str]) -> int:
 
     changed = arguments.take_flag(args, "--changed")
     style = arguments.take_option(args, "--format", ("yaml", "json"))
-    path, overrides = arguments.split(args)
+    path, overrides = positionals.split(args)
     config = load(path, overrides)
     keys = changed_keys(config) if changed else serialize.KEYS_IN_ORDER
     if style == "json":
@@ -75,7 +75,7 @@ def explain(args: list[str]) -> int:
     key = args[0]
     if key not in fields.KEYS:
         raise ConfigError(f"unknown key {key!r}{sources.suggest(key, fields.KEYS)}")
-    path, overrides = arguments.split(args[1:])
+    path, overrides = positionals.split(args[1:])
     config = load(path, overrides)
     default = base_values() if key not in DerivedValues.model_fields else None
     lines = {

@@ -60,15 +60,21 @@ def merge_adapter(args: list[str], dtype: str | None, text_only: bool) -> int:
 
 def summary(out: str, stem: str) -> str:
     """The contents of a folder of weights, read from its headers, and a command that uses it."""
-    from maxtext.checkpoint.safetensors_reader import SafetensorsFolder
+    from maxtext.checkpoint.open import HF_ASSETS_DIR
+    from maxtext.checkpoint.safetensors_reader import (
+        NATIVE_STEM,
+        SafetensorsFolder,
+        find_hf_assets,
+    )
     from maxtext.tokenizers.load import tokenizer_files
 
     folder = local_path(out)
     tensors = SafetensorsFolder.open(folder, stem).tensors.values()
     dtypes = ", ".join(sorted({str(tensor.dtype) for tensor in tensors}))
     nbytes = sum(tensor.nbytes for tensor in tensors)
-    command = f"maxtext decode load_parameters_path={shlex.quote(out)} prompt='I love to'"
-    if not tokenizer_files(folder.iterdir()):
+    command = f"maxtext decode {shlex.quote(out)} prompt='I love to'"
+    assets = folder / HF_ASSETS_DIR if stem == NATIVE_STEM else folder
+    if not (assets.is_dir() and tokenizer_files(find_hf_assets(assets))):
         command += " tokenizer_path=TOKENIZER (the tokenizer that it was trained with)"
     return (
         f"wrote {out}: {len(tensors):,} tensors, {dtypes}, {format_bytes(nbytes)}\ntry it with: "

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any
 
-from maxtext.cli import arguments
+from maxtext.cli import arguments, positionals
 from maxtext.common import log
 from maxtext.common.errors import ConfigError
 from maxtext.configs.types import MaxTextConfig
@@ -33,16 +33,19 @@ def load_config(args: list[str]) -> MaxTextConfig:
 
     Does not start a device.
     """
+    from maxtext.cli.train import open_model_checkpoint
     from maxtext.configs import sources
     from maxtext.configs.derive import Devices
     from maxtext.configs.load import resolve
     from maxtext.models.configuration import load
 
-    path, overrides = arguments.split(args)
+    path, overrides = positionals.split(args)
     layer = sources.from_overrides(overrides)
-    settings, _ = resolve(path, layer, os.environ, None)
+    checkpoint = open_model_checkpoint(path, layer)
+    model = checkpoint.model_layer if checkpoint else None
+    settings, _ = resolve(path, layer, os.environ, model)
     count, slices = fewest_devices({key: setting.value for key, setting in settings.items()})
-    return load(path, layer, devices=Devices(count, slices))
+    return load(path, layer, devices=Devices(count, slices), model=model)
 
 
 def fewest_devices(values: Mapping[str, Any]) -> tuple[int, int]:

@@ -3,28 +3,24 @@
 In a pipe, standard output is the completion and nothing else; timings go to standard error.
 """
 
-import os
 import sys
 import time
 from typing import Any
 
-from maxtext.cli import arguments
+from maxtext.cli import arguments, positionals
 from maxtext.cli.generation import (
     DIM,
     GenerationSession,
     load_session,
     note,
     refuse_useless,
-    resolve_model,
+    resolve_named_model,
     write,
 )
 from maxtext.common import progress
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.common.sequences import common_prefix_length
-from maxtext.configs import sources
-from maxtext.configs.load import peek_setting
 from maxtext.configs.types import MaxTextConfig
-from maxtext.models.configuration import load
 
 DIFF_CHARACTERS = 40  # of two texts, shown from where they differ
 USELESS = {"enable_model_warmup": "the one prompt warms it up"}
@@ -32,9 +28,9 @@ USELESS = {"enable_model_warmup": "the one prompt warms it up"}
 
 def run(args: list[str]) -> int:
     adapter = arguments.take_adapter(args)
-    file, overrides = arguments.split(args)
+    file, overrides = positionals.split(args, data=None)
     overrides = overrides + adapter
-    model = resolve_model(model_path(file, overrides), file, overrides)
+    model = resolve_named_model("maxtext decode MODEL prompt=TEXT", file, overrides)
     config = model.config
     refuse_useless(config, "decode", USELESS)
     check_sampling(config)
@@ -49,22 +45,6 @@ def run(args: list[str]) -> int:
     if config.autoregressive_decode_assert:
         assert_text(config.autoregressive_decode_assert, texts[0])
     return 0
-
-
-def model_path(file: str | None, overrides: list[str]) -> str:
-    """A checkpoint, or the name of a model with random weights. Raises ConfigError if no key names
-    one.
-    """
-    layer = sources.from_overrides(overrides)
-    for key in ("load_parameters_path", "model_name"):
-        value = peek_setting(key, file, layer, os.environ)
-        if value not in (None, "", "default"):
-            return str(value)
-    load(file, layer)  # a misspelt key is reported first
-    raise ConfigError(
-        "which model? set load_parameters_path=DIR, a Hugging Face folder or a native checkpoint; "
-        "model_name=NAME alone gives random weights"
-    )
 
 
 def check_sampling(config: MaxTextConfig) -> None:

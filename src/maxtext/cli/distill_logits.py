@@ -2,7 +2,7 @@
 
 import os
 
-from maxtext.cli import arguments
+from maxtext.cli import arguments, positionals
 from maxtext.cli.train import check_has_data, open_model_checkpoint
 from maxtext.common.errors import ConfigError
 from maxtext.common.files import local_path
@@ -20,7 +20,7 @@ def run(args: list[str]) -> int:
     if text is None or not text.isdecimal() or not args or "=" in args[0]:
         raise ConfigError(f"name the number of logits of a token and a folder: {USAGE}")
     folder, args = local_path(args[0]), args[1:]
-    path, overrides = arguments.split(args)
+    path, overrides = positionals.split(args)
     path = path or str(sources.HERE / "distill.yml")
     layer = sources.from_overrides(overrides)
     # A frozen model needs no weights wider than what it computes in.

@@ -1,13 +1,13 @@
 """`maxtext doctor`: reports what this machine can run, and problems with remedies."""
 
-from maxtext.cli import arguments
+from maxtext.cli import positionals
 from maxtext.configs.derive import Devices
 from maxtext.diagnostics.doctor import diagnose
 from maxtext.models.configuration import load
 
 
 def run(args: list[str]) -> int:
-    path, overrides = arguments.split(args)
+    path, overrides = positionals.split(args)
     # Must work on a machine where no device starts, so JAX is not asked for devices here.
     report = diagnose(load(path, overrides, devices=Devices(1)).base_output_directory)
     for title, lines in report.sections.items():

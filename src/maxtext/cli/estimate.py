@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from maxtext.cli import arguments
+from maxtext.cli import arguments, positionals
 from maxtext.cli.targets import load_for_target
 from maxtext.common.errors import ConfigError
 from maxtext.common.hardware import format_bytes
@@ -37,7 +37,7 @@ def run(args: list[str]) -> int:
         raise ConfigError(
             "--search compiles to confirm, and --no-compile forbids it: leave one out"
         )
-    path, overrides = arguments.split(args)
+    path, overrides = positionals.split(args)
     config, target = load_for_target(path, overrides, name, int(slices))
     estimate = estimate_memory(config, target, compiling)
     plans = suggest_plans(estimate, searching)

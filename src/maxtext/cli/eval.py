@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from maxtext.cli import arguments
+from maxtext.cli import arguments, positionals
 from maxtext.cli.generation import (
     ResolvedModel,
     load_session,
     note,
     refuse_useless,
-    resolve_model,
+    resolve_named_model,
 )
 from maxtext.cli.terminal import CountBar, format_table
 from maxtext.common import progress
@@ -26,7 +26,6 @@ from maxtext.common.files import local_path
 
 USELESS = {
     "prompt": "prompts are those of the texts and tasks",
-    "load_parameters_path": "the path after `eval` names the model",
     "multi_sampling": "a request has one completion",
     "return_log_prob": "the report has sums of them",
     "autoregressive_decode_assert": "it is about the completion of `maxtext decode`",
@@ -43,7 +42,7 @@ Row = tuple[str, ...]
 
 @dataclass(frozen=True)
 class EvalArguments:
-    path: str  # of the model
+    file: str | None  # of configuration
     overrides: list[str]
     mode: str  # --perplexity, --tasks or --builtin
     value: str  # of that option
@@ -64,9 +63,7 @@ def run(args: list[str]) -> int:
 
 def parse_arguments(args: list[str]) -> EvalArguments:
     """Raises ConfigError for the first argument that is wrong."""
-    if not args or args[0].startswith("-") or "=" in args[0]:
-        raise ConfigError("which model? maxtext eval DIR --tasks A,B [key=value ...]")
-    path, *args = args
+    args = list(args)
     adapter = arguments.take_adapter(args)
     out = arguments.take_value(args, "--json")
     values = {mode: arguments.take_value(args, mode) for mode in MODE_OPTIONS}
@@ -79,12 +76,10 @@ def parse_arguments(args: list[str]) -> EvalArguments:
         "--apply-chat-template": arguments.take_flag(args, "--apply-chat-template") or None,
         "--seed": arguments.take_number(args, "--seed", 0),
     }
-    unknown = [arg for arg in args if arg.startswith("-") or "=" not in arg]
-    if unknown:
-        raise ConfigError(
-            f"unknown argument {unknown[0]!r}; `maxtext eval --help` lists the options, and "
-            "settings are written key=value"
-        )
+    words, settings = positionals.split_words(args)
+    if len(words) > 1 and not any(values.values()):
+        args, values["--perplexity"] = [words[0], *settings], ",".join(words[1:])
+    file, overrides = positionals.split(args, data=None, presets=False)
     modes = [mode for mode, value in values.items() if value is not None]
     if len(modes) != 1:
         raise ConfigError(f"give one of {', '.join(MODE_OPTIONS)}, not {len(modes)} of them")
@@ -94,8 +89,8 @@ def parse_arguments(args: list[str]) -> EvalArguments:
         if name not in MODE_OPTIONS[mode]:
             raise ConfigError(f"{name} would do nothing with {mode}: leave it out")
     return EvalArguments(
-        path=path,
-        overrides=args + adapter,
+        file=file,
+        overrides=overrides + adapter,
         mode=mode,
         value=str(values[mode]),
         options=given,
@@ -114,7 +109,7 @@ def check_out(out: str) -> Path:
 
 
 def resolve(parsed: EvalArguments) -> ResolvedModel:
-    model = resolve_model(parsed.path, None, parsed.overrides)
+    model = resolve_named_model("maxtext eval MODEL --tasks A,B", parsed.file, parsed.overrides)
     refuse_useless(model.config, "eval", USELESS)
     return model
 

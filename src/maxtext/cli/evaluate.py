@@ -3,9 +3,8 @@
 import json
 from pathlib import Path
 
-from maxtext.cli import arguments
-from maxtext.cli.decode import model_path
-from maxtext.cli.generation import load_session, note, resolve_model
+from maxtext.cli import arguments, positionals
+from maxtext.cli.generation import load_session, note, resolve_named_model
 from maxtext.common.errors import ConfigError
 from maxtext.configs import sources
 
@@ -15,12 +14,12 @@ PRESET = str(sources.HERE / "evaluate.yml")
 def run(args: list[str]) -> int:
     as_json = arguments.take_flag(args, "--json")
     adapter = arguments.take_adapter(args)
-    file, overrides = arguments.split(args)
+    file, overrides = positionals.split(args, data="eval")
     overrides += adapter
     if file is not None:
         overrides.append("use_grpo=true")
     file = file or PRESET
-    model = resolve_model(model_path(file, overrides), file, overrides)
+    model = resolve_named_model("maxtext evaluate MODEL DATA", file, overrides)
     config = model.config
     if config.num_test_batches == 0:
         raise ConfigError("num_test_batches=0 leaves nothing to evaluate: raise it, or set -1")

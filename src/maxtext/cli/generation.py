@@ -127,6 +127,30 @@ class GenerationSession:
             yield text_delta, completion
 
 
+def resolve_named_model(usage: str, file: str | None, overrides: Sequence[str]) -> ResolvedModel:
+    """As `resolve_model`, for the model that FILE and key=value arguments name. Raises ConfigError
+    if they name none, with the `usage` of the command.
+    """
+    return resolve_model(model_path(usage, file, overrides), file, overrides)
+
+
+def model_path(usage: str, file: str | None, overrides: Sequence[str]) -> str:
+    """A folder, a name on the Hub, or the name of a model, which has random weights."""
+    layer = sources.from_overrides(overrides)
+    for key in ("load_parameters_path", "model_name"):
+        value = peek_setting(key, file, layer, os.environ)
+        if value not in (None, "", "default"):
+            return str(value)
+    from maxtext.models.configuration import load
+
+    load(file, layer)  # a misspelt key is reported first
+    raise ConfigError(
+        f"which model? {usage}, where MODEL is a Hugging Face folder, org/name of "
+        "its Hub, a converted checkpoint or a run's folder (load_parameters_path=DIR); the name "
+        "of a model has random weights"
+    )
+
+
 def resolve_model(path: str, file: str | None, args: Sequence[str]) -> ResolvedModel:
     """Open the model folder (or take the model of that name) and resolve its configuration from
     FILE and key=value arguments.

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import NoReturn
 
-from maxtext.cli import arguments, manifests
+from maxtext.cli import manifests, positionals
 from maxtext.cli.train import open_model_checkpoint
 from maxtext.common import log, processes, rendezvous, supervise
 from maxtext.common.errors import ConfigError
@@ -103,7 +103,7 @@ class LocalLauncher:
     def __init__(self, options: argparse.Namespace, args: list[str]):
         self.num_processes = options.local
         self.args = args
-        self.path, self.overrides = arguments.split(args)
+        self.path, self.overrides = positionals.split(args)
         self.restarts = options.restarts or 0
         self.grace = float(options.grace or 60)
         self.environment = shared_environment(os.environ, options.cpu)

@@ -16,8 +16,25 @@ from maxtext.cli.commands import COMMANDS
 from maxtext.common import progress, signals
 
 FILE_AND_OVERRIDES = "[FILE] [key=value ...]"
+# What other programs call a command
+SYNONYMS = {
+    "finetune": "sft",
+    "fine-tune": "sft",
+    "lora": "sft",
+    "pretrain": "train",
+    "rl": "grpo",
+    "generate": "decode",
+    "run": "chat",
+    "api": "serve",
+    "benchmark": "bench",
+    "score": "eval",
+    "merge": "convert merge-adapter",
+    "export": "convert to_hf",
+    "info": "inspect",
+    "list": "models",
+}
 COMMON = (
-    "FILE is a YAML file or the name of a shipped preset; key=value arguments override it\n"
+    "FILE is a YAML file or the name of a preset; key=value arguments override it\n"
     "(any key of base.yml).\n--debug shows the full traceback of an error.\n"
 )
 
@@ -117,13 +134,13 @@ def run(args: list[str]) -> int:
         return 0
     name, rest = args[0], args[1:]
     if name not in COMMANDS:
-        import difflib
-
         from maxtext.common.errors import ConfigError
+        from maxtext.configs.sources import suggest
 
-        near = difflib.get_close_matches(name, COMMANDS, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"the commands are {', '.join(COMMANDS)}"
-        raise ConfigError(f"unknown command {name!r}; {hint}")
+        synonym = SYNONYMS.get(name.lower())
+        hint = f"; did you mean {synonym}?" if synonym else suggest(name, COMMANDS)
+        hint = hint or f"; the commands are {', '.join(COMMANDS)}"
+        raise ConfigError(f"unknown command {name!r}{hint}")
     if any(arg in ("-h", "--help") for arg in rest):
         print(command_help(name), end="")
         return 0

@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from maxtext.cli import arguments
+from maxtext.cli import positionals
 from maxtext.common.errors import ConfigError
 from maxtext.common.rendezvous import DEFAULT_PORT
 from maxtext.configs import sources
@@ -59,7 +59,9 @@ def render(options: argparse.Namespace, args: list[str]) -> str:
 
 def add_defaults(args: list[str], **defaults: str) -> list[str]:
     """The arguments of `train`, with defaults for the keys that neither they nor FILE set."""
-    path, overrides = arguments.split(args)
+    words, overrides = positionals.split_words(args)
+    # Models and data may be on the cluster alone.
+    path = next((word for word in words[:1] if positionals.names_file(word, {})), None)
     layer = sources.from_overrides(overrides)
     unset = [key for key in defaults if peek_setting(key, path, layer, {}) is None]
     return [*args, *(f"{key}={defaults[key]}" for key in unset)]

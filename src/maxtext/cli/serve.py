@@ -11,14 +11,16 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from maxtext.cli import arguments
+from maxtext.cli import arguments, positionals
 from maxtext.cli.generation import (
     GenerationSession,
     ResolvedModel,
     load_session,
+    model_path,
     refuse_useless,
     resolve_model,
 )
+from maxtext.cli.vllm_flags import take_vllm_flags
 from maxtext.common import progress, signals
 from maxtext.common.descriptors import raise_descriptor_limit
 from maxtext.common.errors import ConfigError
@@ -38,7 +40,6 @@ ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s?#@A-Z]+")  # of a page; browsers
 PACKAGES = ("starlette", "uvicorn", "uvloop", "httptools", "prometheus_client")
 USELESS = {
     "prompt": "requests have their own",
-    "load_parameters_path": "the path after `serve` names the model",
     "multi_sampling": "a request has n",
     "return_log_prob": "a request has logprobs",
     "autoregressive_decode_assert": "it is about the completion of `maxtext decode`",
@@ -48,6 +49,7 @@ USELESS = {
 @dataclasses.dataclass(frozen=True)
 class ServeArguments:
     path: str  # of the model
+    file: str | None  # of configuration
     overrides: list[str]
     host: str
     port: int
@@ -70,7 +72,7 @@ def run(args: list[str]) -> int:
             require(package, "maxtext serve")
         parsed = parse_arguments(args)
         parsed.tls.check()
-        model = resolve_model(parsed.path, None, parsed.overrides)
+        model = resolve_model(parsed.path, parsed.file, parsed.overrides)
         refuse_useless(model.config, "serve", USELESS)
         listener = open_listener(parsed)
     try:
@@ -187,9 +189,8 @@ def parse_arguments(args: list[str]) -> ServeArguments:
     from maxtext.inference.parsers import reasoning, tool_calls
     from maxtext.inference.server.lifecycle import Tls
 
-    if not args or args[0].startswith("-") or "=" in args[0]:
-        raise ConfigError("which model? maxtext serve DIR [flags] [key=value ...]")
-    path, *args = args
+    args = list(args)
+    overrides_of_flags = take_vllm_flags(args)
     adapter = arguments.take_adapter(args)
     host = arguments.take_value(args, "--host")
     port = arguments.take_number(args, "--port", 0, 65535)
@@ -204,7 +205,7 @@ def parse_arguments(args: list[str]) -> ServeArguments:
     names = arguments.take_values(args, "--served-model-name")
     max_queue = arguments.take_number(args, "--max-queue", 0)
     drain_timeout = arguments.take_number(args, "--drain-timeout", 0)
-    source = arguments.take_option(args, "--generation-config", ("auto", "none"))
+    source = arguments.take_option(args, "--generation-config", ("auto", "none", "vllm"))
     template_defaults = parse_template_defaults(
         arguments.take_value(args, "--default-chat-template-kwargs")
     )
@@ -213,12 +214,8 @@ def parse_arguments(args: list[str]) -> ServeArguments:
     reasoning_parser = arguments.take_option(args, "--reasoning-parser", reasoning.PARSERS)
     options = parse_options(args)
     allowed_hosts = tuple(take_allowed_hosts(args))
-    unknown = [arg for arg in args if arg.startswith("-") or "=" not in arg]
-    if unknown:
-        raise ConfigError(
-            f"unknown argument {unknown[0]!r}; `maxtext serve --help` lists the flags, and settings"
-            " are written key=value"
-        )
+    file, overrides = positionals.split([*args, *overrides_of_flags], data=None, presets=False)
+    path = model_path("maxtext serve MODEL [flags]", file, overrides)
     host = host or "127.0.0.1"
     if uds is None:
         allowed_hosts += listened_names(host)
@@ -227,7 +224,8 @@ def parse_arguments(args: list[str]) -> ServeArguments:
         raise ConfigError(f"--lora {taken[0]}=… has the name of the model: give it its own")
     return ServeArguments(
         path=path,
-        overrides=args + adapter,
+        file=file,
+        overrides=overrides + adapter,
         host=host,
         port=8000 if port is None else port,
         uds=uds,
@@ -235,7 +233,7 @@ def parse_arguments(args: list[str]) -> ServeArguments:
         max_queue=1024 if max_queue is None else max_queue,
         drain_timeout=30.0 if drain_timeout is None else drain_timeout,
         template_defaults=template_defaults,
-        uses_generation_config=source != "none",
+        uses_generation_config=source not in ("none", "vllm"),
         tool_parser=tool_parser,
         reasoning_parser=reasoning_parser,
         adapters=adapters,

@@ -4,9 +4,10 @@ import logging
 import os
 from typing import TYPE_CHECKING
 
-from maxtext.cli import arguments
+from maxtext.cli import positionals
 from maxtext.common import log, processes, signals
 from maxtext.common.errors import ConfigError, as_config_error
+from maxtext.common.files import local_path
 from maxtext.common.hub import find_folder
 from maxtext.common.supervise import die_with_launcher
 from maxtext.configs import sources
@@ -32,15 +33,39 @@ METHOD_KEYS = {
 
 def run_method(method: str, args: list[str]) -> int:
     """`maxtext sft`, `dpo`, `orpo`, `distill` and `grpo`: `maxtext train` with a preset."""
-    path, overrides = arguments.split(args)
+    models = (positionals.MODEL_KEY,)
     if method == "distill":
-        check_has_teacher(path, sources.from_overrides(overrides))
-    preset = str(sources.HERE / f"{method}.yml")
-    return run([preset, *overrides] if path is None else [*args, *METHOD_KEYS[method]])
+        models += (positionals.TEACHER_KEY,)
+    path, overrides = positionals.split(args, models=models)
+    if path in sources.presets() and positionals.is_model_folder(local_path(path)):
+        raise ConfigError(
+            f"{path} is a preset and a model in this folder: write ./{path} for the model, or "
+            f"{path}.yml for the preset"
+        )
+    for name in overrides:
+        if name.startswith("model_name=") and name not in args:
+            raise ConfigError(
+                f"{name.partition('=')[2]} is the name of sizes without weights: name a folder "
+                f"with weights, or org/name of the Hugging Face Hub; {name} starts from random "
+                "weights"
+            )
+    if path is None:
+        path = str(sources.HERE / f"{method}.yml")
+    else:
+        overrides = [*overrides, *METHOD_KEYS[method]]
+    layer = sources.from_overrides(overrides)
+    if method == "distill":
+        check_has_teacher(path, layer)
+    check_has_model(method, path, layer)
+    return train_run(path, overrides)
 
 
 def run(args: list[str]) -> int:
-    path, overrides = arguments.split(args)
+    return train_run(*positionals.split(args))
+
+
+def train_run(path: str | None, overrides: list[str]) -> int:
+    """Train with a configuration file and key=value overrides; returns the exit code."""
     die_with_launcher(os.environ)
     # The configuration counts the devices of all processes, so they join first.
     layer = sources.from_overrides(overrides)
@@ -83,16 +108,37 @@ def check_has_teacher(path: str | None, overrides: sources.Layer) -> None:
         )
 
 
+def check_has_model(method: str, path: str, overrides: sources.Layer) -> None:
+    """Raise ConfigError if no key names the model to fine-tune, or describes one to initialize."""
+    keys = ("load_parameters_path", "load_full_state_path", "model_name", "base_emb_dim")
+    if not any(peek_setting(key, path, overrides, os.environ) for key in keys):
+        raise ConfigError(
+            f"which model? maxtext {method} MODEL DATA [key=value ...], where MODEL is a Hugging "
+            "Face folder, org/name of its Hub, a converted checkpoint or a run's folder "
+            "(load_parameters_path=DIR)"
+        )
+
+
 def check_has_data(config: MaxTextConfig) -> None:
     """Raise ConfigError if no key names a source of data."""
-    if not config.offline_data_dir and all(
+    if config.offline_data_dir:
+        return
+    is_unset = config.source("dataset_type").kind == "file" and not config.hf_path
+    if config.dataset_type.value == "hf" and is_unset and not config.hf_train_files:
+        if config.grain_train_files or config.grain_train_mixture_config_path:
+            raise ConfigError("grain_train_files is read with dataset_type=grain: set it")
+        raise ConfigError(
+            "there is no data to train on: name files of it after the model, such as MODEL "
+            "data.jsonl (grain_train_files), or a dataset of the Hugging Face Hub (hf_path)"
+        )
+    if all(
         config.source(key).kind == "default"
         for key in ("dataset_type", "dataset_name", "dataset_path")
     ):
         raise ConfigError(
             "there is no data to train on: try `maxtext train quickstart`, or "
-            "dataset_type=synthetic for random tokens; for your own text, dataset_type=grain "
-            "grain_file_type=text grain_train_files=FILES"
+            "dataset_type=synthetic for random tokens; for your own text, name its files or "
+            "folders: maxtext train DATA (grain_train_files)"
         )
 
 

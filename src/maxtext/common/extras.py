@@ -5,6 +5,7 @@ that installs it.
 import importlib
 import re
 from importlib import metadata
+from pathlib import Path
 from types import ModuleType
 
 from maxtext.common.errors import MissingExtra
@@ -39,8 +40,20 @@ def require(module: str, feature: str) -> ModuleType:
         extra = EXTRA_OF[module.split(".")[0]]
         raise MissingExtra(
             f"{feature} needs the package {module!r}, which is not installed ({error}); "
-            f'install it with: pip install "maxtext[{extra}]"'
+            f"install it with: {install_command(extra)}"
         ) from error
+
+
+def install_command(extra: str) -> str:
+    """The command that installs an extra of pyproject.toml: that of a checkout, if the package runs
+    from one, since it is not published by name.
+    """
+    checkout = Path(__file__).parents[3]
+    if not (checkout / "pyproject.toml").is_file():
+        return f'pip install "maxtext[{extra}]"'
+    if checkout == Path.cwd():
+        return f'pip install -e ".[{extra}]"'
+    return f'pip install -e "{checkout}[{extra}]"'
 
 
 def libtpu_mismatch() -> str | None:

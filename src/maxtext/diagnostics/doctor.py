@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
 
-from maxtext.common.extras import libtpu_mismatch
+from maxtext.common.extras import install_command, libtpu_mismatch
 from maxtext.common.hardware import GIB, lookup
 from maxtext.common.processes import gpu_settings
 from maxtext.kernels.attention import try_backends
@@ -94,7 +94,7 @@ def version_problems() -> Iterator[tuple[str, str]]:
         if version == "not installed" and package != "maxtext":
             yield (
                 f"{package} is not installed",
-                "pip install -e . in the checkout, or pip install maxtext",
+                "pip install -e . in the checkout",
             )
         if package == "jax" and version != "not installed":
             release = tuple(int(part) for part in version.split(".")[:2])
@@ -148,12 +148,12 @@ def environment_problems(environ: Mapping[str, str]) -> Iterator[tuple[str, str]
     if jax.default_backend() == "cpu" and shutil.which("nvidia-smi"):
         yield (
             "an NVIDIA GPU seems present but JAX runs on the CPU",
-            'pip install "maxtext[cuda13]" and unset JAX_PLATFORMS',
+            f"{install_command('cuda13')} and unset JAX_PLATFORMS",
         )
     if jax.default_backend() == "cpu" and os.path.exists("/dev/accel0"):
         yield (
             "a TPU seems present but JAX runs on the CPU",
-            'pip install "maxtext[tpu]" and unset JAX_PLATFORMS',
+            f"{install_command('tpu')} and unset JAX_PLATFORMS",
         )
     if (
         environ.get("XLA_PYTHON_CLIENT_PREALLOCATE", "").lower() == "false"

@@ -10,7 +10,7 @@ from maxtext.configs.types import MaxTextConfig
 from maxtext.input_pipeline.encode import columns_to_read
 from maxtext.input_pipeline.formats import Documents, find_files, open_files
 from maxtext.input_pipeline.interface import BatchIterator, ShardSpec, Split
-from maxtext.input_pipeline.mixture_config import parse_mixture
+from maxtext.input_pipeline.mixture_config import file_type, parse_mixture
 from maxtext.input_pipeline.pipeline import MixtureComponent, document_batches, max_streams_of
 
 
@@ -32,10 +32,11 @@ def load_components(config: MaxTextConfig, split: Split) -> list[MixtureComponen
     if split is Split.EVAL and not config.grain_eval_files.strip():
         return []
     columns = columns_to_read(config, split)
-    kind, threads = config.grain_file_type, config.grain_data_source_max_workers
+    threads = config.grain_data_source_max_workers
     components = []
     for key, value, weight in parse_mixture(config, split):
         files = find_files(key, value)
+        kind = file_type(config, files)
         try:
             components.append(MixtureComponent(open_files(files, kind, columns, threads), weight))
         except ConfigError as error:

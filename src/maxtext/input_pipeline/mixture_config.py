@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,18 @@ import yaml
 
 from maxtext.common.errors import ConfigError
 from maxtext.configs.types import MaxTextConfig
+from maxtext.input_pipeline.formats import kind_of
 from maxtext.input_pipeline.interface import Split
 
 Entry = tuple[str, str, float]  # (key that names it, files, weight)
+
+
+def file_type(config: MaxTextConfig, files: Sequence[str]) -> str:
+    """grain_file_type; if it is not set, the format that the names of all files say."""
+    kinds = {kind_of(file) for file in files}
+    (kind,) = kinds if len(kinds) == 1 else (None,)
+    is_set = config.source("grain_file_type").kind != "default"
+    return config.grain_file_type if is_set or kind is None else kind
 
 
 def parse_mixture(config: MaxTextConfig, split: Split) -> list[Entry]:

@@ -27,7 +27,7 @@ from maxtext.input_pipeline.encode import Encoder, data_columns
 from maxtext.input_pipeline.formats import RecordSource, find_files, open_files
 from maxtext.input_pipeline.interface import Split, is_fine_tuning
 from maxtext.input_pipeline.load_documents import BadRecords, documents_per_chunk
-from maxtext.input_pipeline.mixture_config import parse_mixture
+from maxtext.input_pipeline.mixture_config import file_type, parse_mixture
 from maxtext.input_pipeline.write_shards import (
     COLUMN,
     SUFFIX,
@@ -234,7 +234,7 @@ def open_documents(config: MaxTextConfig) -> tuple[list[str], RecordSource]:
         key, value, _ = entries[0]
         files, columns = find_files(key, value), data_columns(config, Split.TRAIN)
         return files, open_files(
-            files, config.grain_file_type, columns, config.grain_data_source_max_workers
+            files, file_type(config, files), columns, config.grain_data_source_max_workers
         )
     if kind == "hf":
         from maxtext.input_pipeline import hf_source  # here, since importing Grain takes seconds

@@ -192,7 +192,7 @@ def local_target(platform_name: str, count: int) -> Target:
         reason = str(error).splitlines()[0]
         raise ConfigError(
             f"this machine has no {platform_name.upper()} that JAX can use ({reason}): "
-            'install the right extra (pip install "maxtext[cuda13]"), or name a TPU target or cpu'
+            'install the right extra (pip install -e ".[cuda13]"), or name a TPU target or cpu'
         ) from error
     first = devices[0]
     name = f"cpu:{count}" if count else platform_name or first.platform

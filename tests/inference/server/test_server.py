@@ -477,6 +477,27 @@ def test_prompts_are_logged_only_if_wanted(server, monkeypatch, caplog, log_prom
     assert "w50" not in caplog.text
 
 
+def test_the_log_shows_the_paths_of_refused_requests(server, monkeypatch, caplog):
+    """Without a key, and to an unknown route; no path begins a line of its own."""
+    caplog.set_level("INFO", logger=LOGGER.name)
+    options = {"log_requests": True, "api_keys": ["other"]}
+    (response,) = post_to_app(server[0], monkeypatch, {}, **options)
+    assert response.status_code == 401
+    assert "POST /v1/chat/completions 401" in caplog.text
+    app = build_app(server[0], ServerOptions(log_requests=True))
+
+    async def send():
+        transport = httpx.ASGITransport(app=app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            return await client.get("/v2/x%0AINFO%20forged/" + "y" * 500)
+
+    assert asyncio.run(send()).status_code == 404
+    line = caplog.records[-1].getMessage()
+    assert " GET /v2/x%0AINFO%20forged/yyy" in line
+    assert line.endswith("y 404")
+    assert len(line) < 300
+
+
 def test_server_without_tools(server, monkeypatch):
     body = {"messages": MESSAGES, "tools": [{"type": "function", "function": {"name": "f"}}]}
     (response,) = post_to_app(server[0], monkeypatch, body, allows_tools=False)

@@ -190,7 +190,7 @@ def test_without_pyarrow(tmp_path, monkeypatch, kind):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     monkeypatch.setitem(extras.EXTRA_OF, "pyarrow", "parquet")
     with pytest.raises(
-        MissingExtra, match=r"reading .* needs the package 'pyarrow'.*maxtext\[parquet\]"
+        MissingExtra, match=r"reading .* needs the package 'pyarrow'.*\[parquet\]"
     ):
         open_files([f"{tmp_path}/a"], kind, ["text"], threads=1)
 

@@ -92,12 +92,38 @@ def test_bad_records(tmp_path, line, reason, compress):
 def test_bad_first_record_does_not_make_a_bad_file(tmp_path):
     documents = opened(tmp_path / "a", b'{"tex\n{"text": "b"}\n')
     assert documents[1] == {"text": "b"}
-    with pytest.raises(
-        ConfigError, match=r"a is not a file of JSON lines \(line 1: a list instead"
-    ):
-        opened(tmp_path / "a", b'[{"text": "a"}]\n')
+    for data, reason in {
+        b'"a"\n': "line 1: a str instead",
+        b"[1]\n": "record 0: a int instead",
+    }.items():
+        with pytest.raises(ConfigError, match=rf"a is not a file of JSON lines \({reason}"):
+            opened(tmp_path / "a", data)
     with pytest.raises(ConfigError, match="cannot be decompressed"):
         opened(tmp_path / "a", gzip.compress(b'{"text": "a"}\n' * 99)[:-3])
+
+
+@pytest.mark.parametrize("compress", [bytes, gzip.compress])
+@pytest.mark.parametrize("indent", [None, 1])
+def test_an_array_of_rows_is_read_as_lines_are(tmp_path, compress, indent):
+    rows = [{"text": "ß\n“"}, {"text": "b"}, {"text": None}]
+    documents = opened(tmp_path / "a.json", compress(json.dumps(rows, indent=indent).encode()))
+    assert [documents[index] for index in (1, 0)] == [rows[1], rows[0]]
+    assert documents.blocks.tolist() == [3]
+    with pytest.raises(BadRecord, match="a.json, record 2: the column 'text' is null"):
+        documents[2]
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b'[{"text": "a"},\n {"text"}]', "is none .* at line 2, column 9"),
+        (b'{"rows": [{"text": "a"}],\n "version": 1}', "is one JSON object, not rows"),
+        (b'{\n "text": "a"\n}', "is one JSON object, not rows"),
+    ],
+)
+def test_json_that_is_no_rows(tmp_path, data, reason):
+    with pytest.raises(ConfigError, match=reason):
+        opened(tmp_path / "a.json", data)
 
 
 def test_plain_and_compressed_files_together(tmp_path):

@@ -9,6 +9,7 @@ import hmac
 import re
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
+from urllib.parse import quote
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.cors import CORSMiddleware
@@ -24,6 +25,7 @@ from maxtext.inference.server.metrics import ServerMetrics
 AsgiApp = Callable[[Any, Receive, Send], Awaitable[None]]
 # Paths that need no key.
 OPEN_PATHS = {"/", "/health", "/ping", "/version", "/metrics"}
+MAX_PATH = 200  # characters of a path that the log shows
 MAX_STARTS = 8  # requests in one turn of the event loop
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
@@ -87,7 +89,8 @@ class RequestMiddleware:
             path = getattr(scope.get("route"), "path", "other")
             self.metrics.count_http(path, status)
             if self.log_requests:
-                LOGGER.info("%s %s %s %d", state["request_id"], scope["method"], path, status)
+                shown = quote(scope["path"], safe="/:@.-_~")[:MAX_PATH]
+                LOGGER.info("%s %s %s %d", state["request_id"], scope["method"], shown, status)
 
 
 class CorsMiddleware(CORSMiddleware):

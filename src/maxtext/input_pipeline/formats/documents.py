@@ -19,6 +19,7 @@ from maxtext.common.errors import ConfigError
 from maxtext.input_pipeline.formats.array_record import ArrayRecords
 from maxtext.input_pipeline.formats.arrow import ArrowRows
 from maxtext.input_pipeline.formats.cache import Caches
+from maxtext.input_pipeline.formats.files import wrong_content
 from maxtext.input_pipeline.formats.interface import BadFile, Record, RecordSource, check_index
 from maxtext.input_pipeline.formats.jsonl import JsonLines, TextLines
 from maxtext.input_pipeline.formats.parquet import ParquetRows
@@ -36,6 +37,7 @@ FORMATS: dict[str, Callable[[str, Sequence[str], Caches], RecordSource]] = {
 KINDS = ("text", *FORMATS)
 MAX_LISTED = 5  # bad files that an error lists
 MAX_COLUMNS = 20  # columns that an error lists
+MAX_SNIFFED = 64  # files of text whose first bytes are checked
 
 
 class Documents:
@@ -142,12 +144,13 @@ def index_files(
             file = FORMATS[kind](path, columns, caches)
             return missing_column(path, file, columns) or file
         except BadFile as error:
-            return f"{path} {error}"
+            return f"{path} {wrong_content(path, kind) or error}"
         except OSError as error:
             return f"{path} cannot be read ({error.strerror or error})"
 
     with ThreadPoolExecutor(max(1, min(threads, len(paths)))) as executor:
         if kind == "text":
+            refuse_binary_files(paths)
             documents = Documents([TextFiles(paths, columns, executor)])
         else:
             opened = list(executor.map(open_file, paths))
@@ -169,6 +172,17 @@ def index_files(
             else "no files to read"
         )
     return documents
+
+
+def refuse_binary_files(paths: Sequence[str]) -> None:
+    """Raise ConfigError if the first files are not text but of a known binary format."""
+    problems = [
+        f"{path} {problem}"
+        for path in paths[:MAX_SNIFFED]
+        if os.access(path, os.R_OK) and (problem := wrong_content(path, "text"))
+    ]
+    if problems:
+        raise ConfigError(*problems[:MAX_LISTED])
 
 
 def missing_column(path: str, file: RecordSource, columns: Sequence[str]) -> str | None:

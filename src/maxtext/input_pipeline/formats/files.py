@@ -1,4 +1,4 @@
-"""Finds the files that a key names, and the kind of a file by its name.
+"""Finds the files that a key names, and the kind of a file by its name and by its first bytes.
 
 Paths are separated by commas. Each is a file, a directory (all files below it) or a glob, in which
 `**` matches any folders. As in a shell, names that start with a dot match only if they are written
@@ -9,9 +9,15 @@ every machine has.
 import glob
 import os
 import re
+import struct
 import sysconfig
+from dataclasses import dataclass
+
+import numpy as np
 
 from maxtext.common.errors import ConfigError
+from maxtext.input_pipeline.formats.crc32c import masked_of_lengths
+from maxtext.input_pipeline.formats.lines import BYTE_ORDER_MARK
 
 KIND_OF_SUFFIX = {
     "txt": "text",
@@ -70,6 +76,62 @@ def files_of(path: str) -> list[str]:
             os.path.normpath(candidate) for candidate in candidates if os.path.isfile(candidate)
         ]
     return files
+
+
+@dataclass(frozen=True)
+class Content:
+    """What the first bytes of a file say that it is. `kind` is None if it cannot be read."""
+
+    name: str
+    kind: str | None
+
+
+GZIPPED = "compressed with gzip"
+CONTENT_OF_MAGIC = {
+    b"PAR1": Content("a Parquet file", "parquet"),
+    b"ARROW1": Content("an Arrow file", "arrow"),
+    b"\xff\xff\xff\xff": Content("an Arrow stream", "arrow"),
+    b"\x83\xafp\xd1\r\x88J?": Content("an ArrayRecord file", "arrayrecord"),
+    b"\x1f\x8b": Content(GZIPPED, None),
+    b"\x28\xb5\x2f\xfd": Content("compressed with Zstandard", None),
+    b"BZh": Content("compressed with bzip2", None),
+    b"\xfd7zXZ": Content("compressed with xz", None),
+    b"PK\x03\x04": Content("a zip archive", None),
+}
+TF_RECORD = Content("a TFRecord file", "tfrecord")
+JSON_LINES = Content("a file of JSON", "jsonl")
+TF_RECORD_LENGTH = struct.Struct("<QI")  # of a record, and the checksum of these bytes
+
+
+def content_of(path: str) -> Content | None:
+    """What a file is by its first bytes; None if they do not say it."""
+    with open(path, "rb") as file:
+        head = file.read(64)
+    for magic, content in CONTENT_OF_MAGIC.items():
+        if head.startswith(magic):
+            return content
+    if len(head) >= TF_RECORD_LENGTH.size:
+        length, checksum = TF_RECORD_LENGTH.unpack_from(head)
+        if masked_of_lengths(np.array([length], np.uint64))[0] == checksum:
+            return TF_RECORD
+    is_json = head.removeprefix(BYTE_ORDER_MARK).lstrip()[:1] in (b"{", b"[")
+    return JSON_LINES if is_json else None
+
+
+def wrong_content(path: str, kind: str) -> str | None:
+    """A sentence without its subject, if a file has another format than `kind`; else None."""
+    content = content_of(path)
+    is_text = kind in ("text", "lines")
+    if content is None or content.kind == kind or (is_text and content is JSON_LINES):
+        return None
+    if content.name == GZIPPED and kind in ("jsonl", "lines", "tfrecord"):
+        return None  # which explain it themselves
+    if content.kind is None:
+        return f"is {content.name}: decompress it"
+    return (
+        f"is {content.name}, but is read as {kind}: set grain_file_type={content.kind}, or give "
+        "it the ending of its format"
+    )
 
 
 def readable(path: str) -> bool:

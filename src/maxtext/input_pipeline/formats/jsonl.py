@@ -1,8 +1,8 @@
-"""kind=jsonl: each line is a JSON object of columns; kind=lines: each line is plain text. Blank
-lines are skipped.
+"""kind=jsonl: each line is a JSON object of columns, or the file is one array of such objects;
+kind=lines: each line is plain text. Blank lines are skipped.
 
-A file compressed with gzip (by its first bytes, not its name) is one block: all of it is
-decompressed when one of its records is read.
+An array, and a file compressed with gzip (by its first bytes, not its name), are one block: all of
+it is decoded to lines when one of its records is read.
 """
 
 import gzip
@@ -10,7 +10,7 @@ import json
 import os
 import zlib
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import IO, Any, cast
 
 import numpy as np
 
@@ -26,33 +26,46 @@ from maxtext.input_pipeline.formats.interface import (
     missing_file_error,
     select_columns,
 )
-from maxtext.input_pipeline.formats.lines import index_lines
+from maxtext.input_pipeline.formats.lines import BYTE_ORDER_MARK, index_lines
 
 CHUNK = 2**20
 DAMAGED = (gzip.BadGzipFile, EOFError, zlib.error)
+MAX_OBJECT_BYTES = 2**26  # of a file that is parsed to explain an error
 
 
 class JsonLines:
+    reads_arrays = True
+
     def __init__(self, path: str, columns: Sequence[str], caches: Caches):
         self.path = path
         self.wanted = tuple(columns)
         self.caches = caches
         self.nbytes = os.path.getsize(path)
         with open(path, "rb") as file:
-            self.compressed = file.read(len(GZIP)) == GZIP
+            self.is_compressed = file.read(len(GZIP)) == GZIP
         try:
+            self.is_array = self.reads_arrays and self.starts_with(b"[")
             self.lines = index_lines(self.chunks(), HEAD)
         except DAMAGED as error:
             raise BadFile(f"cannot be decompressed ({error}): write or copy it again") from error
         self.names = self.peek_columns()
         self.lines.head.clear()
 
+    def open(self) -> IO[bytes]:
+        if self.is_compressed:
+            return cast(IO[bytes], gzip.open(self.path, "rb"))
+        return open(self.path, "rb", buffering=0)
+
+    def starts_with(self, mark: bytes) -> bool:
+        with self.open() as file:
+            return file.read(CHUNK).removeprefix(BYTE_ORDER_MARK).lstrip().startswith(mark)
+
     def chunks(self) -> Iterator[bytes]:
-        with (
-            gzip.open(self.path, "rb")
-            if self.compressed
-            else open(self.path, "rb", buffering=0) as file
-        ):
+        """The lines of the file, in chunks."""
+        with self.open() as file:
+            if self.is_array:
+                yield lines_of_array(file.read())
+                return
             while chunk := file.read(CHUNK):
                 yield chunk
 
@@ -66,10 +79,24 @@ class JsonLines:
             except ValueError as error:
                 reasons.append(str(error))
         if reasons and len(reasons) == len(self.lines.head):
-            raise BadFile(
-                f"is not a file of JSON lines (line {self.lines.number(0)}: {reasons[0]})"
-            )
+            if self.is_object():
+                raise BadFile(
+                    "is one JSON object, not rows: write one object on each line, or an array of "
+                    "objects"
+                )
+            where = "record 0" if self.is_array else f"line {self.lines.number(0)}"
+            raise BadFile(f"is not a file of JSON lines ({where}: {reasons[0]})")
         return list(names)
+
+    def is_object(self) -> bool:
+        """Whether all of the file is one JSON object."""
+        if not self.starts_with(b"{") or self.nbytes > MAX_OBJECT_BYTES:
+            return False
+        with self.open() as file:
+            try:
+                return isinstance(json.loads(file.read()), dict)
+            except (ValueError, RecursionError):
+                return False
 
     def __len__(self) -> int:
         return len(self.lines)
@@ -86,25 +113,31 @@ class JsonLines:
         return select_columns(parse(line), self.wanted)
 
     def read(self, start: int, end: int) -> bytes:
-        if self.compressed:
-            return self.caches.blocks.get(self.path, self.decompress)[start:end]
+        if self.is_block:
+            return self.caches.blocks.get(self.path, self.decode)[start:end]
         return self.caches.files.get(self.path, lambda: OpenFile(self.path)).read(start, end)
 
-    def decompress(self) -> bytes:
+    @property
+    def is_block(self) -> bool:
+        return self.is_compressed or self.is_array
+
+    def decode(self) -> bytes:
         try:
-            with gzip.open(self.path, "rb") as file:
-                return file.read()
-        except (OSError, EOFError, zlib.error) as error:  # it could be read at the start
+            return b"".join(self.chunks())
+        except BadFile as error:  # it could be read at the start
+            raise missing_file_error(self.path, OSError(str(error))) from error
+        except (OSError, EOFError, zlib.error) as error:
             raise missing_file_error(
                 self.path, error if isinstance(error, OSError) else OSError(str(error))
             ) from error
 
     def where(self, index: int) -> tuple[str, str]:
-        return self.path, f"line {self.lines.number(index)}"
+        is_line = not self.is_array
+        return self.path, f"line {self.lines.number(index)}" if is_line else f"record {index}"
 
     @property
     def blocks(self) -> np.ndarray | None:
-        return np.array([len(self)]) if self.compressed else None
+        return np.array([len(self)]) if self.is_block else None
 
     @property
     def decoded(self) -> int:
@@ -123,6 +156,8 @@ class TextLines(JsonLines):
     become U+FFFD.
     """
 
+    reads_arrays = False
+
     def peek_columns(self) -> None:
         return None
 
@@ -130,6 +165,22 @@ class TextLines(JsonLines):
         return dict.fromkeys(
             self.wanted or ("text",), line.rstrip(b"\r\n").decode("utf-8", errors="replace")
         )
+
+
+def lines_of_array(data: bytes) -> bytes:
+    """The elements of a JSON array, one on each line. Raises BadFile if it is no array."""
+    try:
+        elements = json.loads(data.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise BadFile(f"has invalid UTF-8 at byte {error.start}: repair it") from error
+    except json.JSONDecodeError as error:
+        raise BadFile(
+            f"begins as a JSON array and is none ({error.msg} at line {error.lineno}, column "
+            f"{error.colno}): repair it, or write one object on each line"
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise BadFile(f"is a JSON array that cannot be read ({error})") from error
+    return "".join(f"{json.dumps(element)}\n" for element in elements).encode()
 
 
 def parse(line: bytes) -> dict[str, Any]:

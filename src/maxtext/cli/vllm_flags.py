@@ -1,0 +1,125 @@
+"""Flags of `vllm serve` that `maxtext serve` takes: those with a meaning here become our keys and
+flags, and the others are refused with a sentence that says what to use.
+"""
+
+from collections.abc import Callable
+
+from maxtext.cli import arguments
+from maxtext.common.errors import ConfigError
+
+DTYPES = {"half": "float16", "float": "float32"}
+KV_CACHE_DTYPES = {"auto": [], "int8": ["quantize_kvcache=true", "kv_quant_dtype=int8"]}
+
+# vLLM's flag -> our key, with the same values
+KEYS = {
+    "--max-model-len": "max_target_length",
+    "--max-num-seqs": "per_device_batch_size",
+    "--max-num-batched-tokens": "prefill_chunk_size",
+    "--tensor-parallel-size": "ici_tensor_parallelism",
+    "-tp": "ici_tensor_parallelism",
+    "--data-parallel-size": "ici_data_parallelism",
+    "-dp": "ici_data_parallelism",
+    "--chat-template": "chat_template_path",
+    "--tokenizer": "tokenizer_path",
+    "--hf-token": "hf_access_token",
+    "--block-size": "pagedattn_tokens_per_page",
+    "--num-gpu-blocks-override": "pagedattn_num_pages",
+    "--max-loras": "max_adapters",
+    "--model": "load_parameters_path",
+}
+SWITCHES = {
+    "--enable-prefix-caching": "enable_prefix_caching=true",
+    "--no-enable-prefix-caching": "enable_prefix_caching=false",
+    "--enable-chunked-prefill": "use_chunked_prefill=true",
+    "--no-enable-chunked-prefill": "use_chunked_prefill=false",
+}
+# What they ask for is so without them
+DEFAULTS = (
+    "--enable-auto-tool-choice",
+    "--enable-lora",
+    "--disable-log-requests",
+    "--no-enable-log-requests",
+    "--disable-log-stats",
+)
+# vLLM's flag -> what to use instead
+REFUSED = {
+    "--gpu-memory-utilization": "the cache has the size of its keys: per_device_batch_size "
+    "requests of max_target_length tokens, or with attention=paged pagedattn_num_pages pages",
+    "--swap-space": "the cache stays on the device: lower per_device_batch_size or "
+    "max_target_length, or set quantize_kvcache=true",
+    "--cpu-offload-gb": "weights stay on the device: quantization=int8 or int4 makes them smaller",
+    "--enforce-eager": "all programs are compiled, and jax_cache_dir keeps them for the next start",
+    "--trust-remote-code": "the code of a model folder is never run: the families of `maxtext "
+    "models` are built in",
+    "--seed": "a request has a seed of its own",
+    "--download-dir": "the environment variable HF_HOME names the cache of the Hugging Face Hub",
+    "--revision": "write the model as org/name@revision",
+    "--tokenizer-revision": "name the tokenizer's folder by tokenizer_path=DIR",
+    "--max-lora-rank": "every adapter keeps its own rank",
+    "--pipeline-parallel-size": "pipelines do not serve: use ici_tensor_parallelism",
+    "--enable-expert-parallel": "set ici_expert_parallelism to the number of devices",
+    "--speculative-config": "speculative decoding is not implemented",
+    "--load-format": "folders of safetensors and our checkpoints are recognised by themselves",
+    "--guided-decoding-backend": "grammars have one implementation, llguidance",
+    "--allowed-origins": "use --cors ORIGIN ...",
+    "--uvicorn-log-level": "use --log-requests for a line for each request",
+    "--config": "name the YAML file with keys as a word: maxtext serve MODEL my.yml",
+}
+
+
+def take_vllm_flags(args: list[str]) -> list[str]:
+    """Remove the flags of vLLM from the arguments and return the key=value overrides that they
+    stand for. --lora-modules becomes --lora. Raises ConfigError for a flag without a meaning here.
+    """
+    for index, arg in enumerate(args):
+        name, equals, value = arg.partition("=")
+        if arg.startswith("--") and "_" in name:  # vLLM takes both spellings
+            args[index] = arg = f"{name.replace('_', '-')}{equals}{value}"
+            name = name.replace("_", "-")
+        if name in REFUSED:
+            raise ConfigError(f"{name} is vLLM's and does nothing here: {REFUSED[name]}")
+        if name == "--lora-modules":
+            args[index] = f"--lora{equals}{value}"
+    overrides = [
+        f"{key}={value}"
+        for flag, key in KEYS.items()
+        if (value := arguments.take_value(args, flag)) is not None
+    ]
+    overrides += [setting for flag, setting in SWITCHES.items() if arguments.take_flag(args, flag)]
+    for flag in DEFAULTS:
+        arguments.take_flag(args, flag)
+    for flag, translate in TRANSLATED.items():
+        value = arguments.take_value(args, flag)
+        overrides += translate(value) if value is not None else []
+    return overrides
+
+
+def dtype_overrides(value: str) -> list[str]:
+    """auto is our default: the dtype of the key, bfloat16."""
+    return [] if value == "auto" else [f"dtype={DTYPES.get(value, value)}"]
+
+
+def quantization_overrides(value: str) -> list[str]:
+    if value not in ("int8", "int4"):
+        raise ConfigError(
+            f"--quantization {value}: the weights are quantized when they are loaded, by "
+            "quantization=int8 or int4; folders in fp8 and mxfp4 are recognised by themselves"
+        )
+    return [f"quantization={value}"]
+
+
+def kv_cache_overrides(value: str) -> list[str]:
+    if value not in KV_CACHE_DTYPES:
+        raise ConfigError(
+            f"--kv-cache-dtype {value}: the cache has the dtype of the model or, with "
+            "quantize_kvcache=true, kv_quant_dtype=int8 or int4"
+        )
+    return KV_CACHE_DTYPES[value]
+
+
+TRANSLATED: dict[str, Callable[[str], list[str]]] = {
+    "--dtype": dtype_overrides,
+    "--quantization": quantization_overrides,
+    "-q": quantization_overrides,
+    "--kv-cache-dtype": kv_cache_overrides,
+}
