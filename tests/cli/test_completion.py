@@ -23,6 +23,7 @@ printf '%s\\n' "${COMPREPLY[@]}"
 FISH = """
 source $SCRIPT
 complete -C "$LINE" | string split -f 1 \\t
+true
 """
 ZSH = """
 compdef() { :; }

@@ -50,6 +50,17 @@ BAD_LINES = {
 }
 
 
+def test_bad_records_that_are_read_together_are_reported_together(make_config, tmp_path):
+    settings = lines_with(tmp_path, b"{", b'{"text": null}', b"[1]")
+    with pytest.raises(ConfigError) as stopped:
+        list(make_train_iterator(make_config(**settings, enable_data_shuffling=False)))
+    first, second, third = stopped.value.problems
+    assert "line 11: invalid JSON" in first
+    assert "line 12: the column 'text' is null" in second
+    assert "line 13: a list instead of a JSON object" in third
+    assert "max_bad_records=0 (3 bad records): repair the data, which `maxtext data insp" in third
+
+
 @pytest.mark.parametrize("name", BAD_LINES)
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_bad_record_stops_the_run_or_is_skipped(make_config, tmp_path, caplog, name, shuffle):

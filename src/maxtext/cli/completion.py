@@ -42,7 +42,7 @@ _maxtext() {
     candidates=(${(f)"$(maxtext completion candidates "${(@)words[2,CURRENT]}" 2>/dev/null)"})
     compadd -S '' -- ${(M)candidates:#*=}
     compadd -- ${candidates:#*=}
-    (( CURRENT > 2 )) && [[ ${words[CURRENT]} != -* ]] && _files
+    (( CURRENT > 2 )) && [[ ${words[CURRENT]} != (-*|*=*) ]] && _files
     return 0
 }
 compdef _maxtext maxtext

@@ -161,7 +161,8 @@ def data_overrides(words: list[str], data: str | None, set_keys: dict[str, str])
             )
         return ["dataset_type=hf", f"hf_path={words[0]}"]
     file_type = set_keys.get("grain_file_type", "").partition("=")[2]
-    files, formats = [], {}
+    files: list[str] = []
+    formats: dict[str, str] = {}  # with an example of each
     for word in words:
         if re.search("[,;]", word):
             raise ConfigError(

@@ -33,10 +33,8 @@ METHOD_KEYS = {
 
 def run_method(method: str, args: list[str]) -> int:
     """`maxtext sft`, `dpo`, `orpo`, `distill` and `grpo`: `maxtext train` with a preset."""
-    models = (positionals.MODEL_KEY,)
-    if method == "distill":
-        models += (positionals.TEACHER_KEY,)
-    path, overrides = positionals.split(args, models=models)
+    teachers = [positionals.TEACHER_KEY] if method == "distill" else []
+    path, overrides = positionals.split(args, models=[positionals.MODEL_KEY, *teachers])
     if path in sources.presets() and positionals.is_model_folder(local_path(path)):
         raise ConfigError(
             f"{path} is a preset and a model in this folder: write ./{path} for the model, or "

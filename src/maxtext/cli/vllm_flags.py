@@ -80,17 +80,16 @@ def take_vllm_flags(args: list[str]) -> list[str]:
             raise ConfigError(f"{name} is vLLM's and does nothing here: {REFUSED[name]}")
         if name == "--lora-modules":
             args[index] = f"--lora{equals}{value}"
-    overrides = [
-        f"{key}={value}"
-        for flag, key in KEYS.items()
-        if (value := arguments.take_value(args, flag)) is not None
-    ]
+    overrides: list[str] = []
+    for flag, key in KEYS.items():
+        if (text := arguments.take_value(args, flag)) is not None:
+            overrides.append(f"{key}={text}")
     overrides += [setting for flag, setting in SWITCHES.items() if arguments.take_flag(args, flag)]
     for flag in DEFAULTS:
         arguments.take_flag(args, flag)
     for flag, translate in TRANSLATED.items():
-        value = arguments.take_value(args, flag)
-        overrides += translate(value) if value is not None else []
+        if (text := arguments.take_value(args, flag)) is not None:
+            overrides += translate(text)
     return overrides
 
 

@@ -41,23 +41,30 @@ class BadRecords:
         self.seen: set[int] = set()  # hashes of the locations: there may be millions
         self.lock = threading.Lock()
 
-    def add(self, error: BadRecord) -> None:
-        key = hash((error.path, error.location))
+    def add(self, errors: Sequence[BadRecord]) -> None:
+        """Count the errors that are new. Past `max_count`, all of them are in one error."""
+        new: dict[int, BadRecord] = {}  # by the number of bad records up to it
         with self.lock:
-            if key in self.seen:
-                return
-            self.seen.add(key)
-            count = self.before + len(self.seen)
-        if 0 <= self.max_count < count:
+            for error in errors:
+                key = hash((error.path, error.location))
+                if key not in self.seen:
+                    self.seen.add(key)
+                    new[self.before + len(self.seen)] = error
+        if new and 0 <= self.max_count < max(new):
+            *others, last = list(new.values())[:MAX_LOGGED]
+            more = f" ({len(new)} bad records)" if len(new) > 1 else ""
             stop = ConfigError(
-                f"{error}; max_bad_records={self.max_count}: repair the data, or raise the limit"
+                *map(str, others),
+                f"{last}; max_bad_records={self.max_count}{more}: repair the data, which `maxtext "
+                "data inspect` shows, or raise the limit",
             )
-            stop.details = error.details
+            stop.details = next(iter(new.values())).details
             raise stop
-        if count <= MAX_LOGGED:
-            LOGGER.warning("skipped a bad record: %s (%d so far)", error, count)
-        elif count & (count - 1) == 0:
-            LOGGER.warning("skipped %d bad records so far", count)
+        for count, error in new.items():
+            if count <= MAX_LOGGED:
+                LOGGER.warning("skipped a bad record: %s (%d so far)", error, count)
+            elif count & (count - 1) == 0:
+                LOGGER.warning("skipped %d bad records so far", count)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"max_count": self.max_count, "before": self.before, "seen": self.seen}
@@ -114,18 +121,20 @@ class LoadDocuments:
 
     def read(self, indices: Sequence[int]) -> list[Any]:
         prepared: list[Any] = []
+        errors: list[BadRecord] = []
         for index in indices:
             try:
                 document: Any = self.encoder.prepare(self.documents[index])
             except BadRecord as error:
-                self.bad.add(error)
+                errors.append(error)
             except UnusableRecord as error:
                 path, location = self.documents.where(index)
-                self.bad.add(BadRecord(path, location, str(error)))
+                errors.append(BadRecord(path, location, str(error)))
             else:
                 prepared.append(document)
                 if isinstance(self.encoder, TextEncoder) and document.remarks:
                     self.encoder.reports.add(document.remarks, *self.documents.where(index))
+        self.bad.add(errors)
         return self.encoder.encode(prepared)
 
 
@@ -154,13 +163,15 @@ class EncodeRecords:
 
     def read(self, records: Sequence[tuple[int, Record]]) -> list[Any]:
         prepared: list[Any] = []
+        errors: list[BadRecord] = []
         for number, record in records:
             try:
                 document: Any = self.encoder.prepare(record)
             except UnusableRecord as error:
-                self.bad.add(BadRecord(self.name, number, str(error)))
+                errors.append(BadRecord(self.name, number, str(error)))
             else:
                 prepared.append(document)
                 if isinstance(self.encoder, TextEncoder) and document.remarks:
                     self.encoder.reports.add(document.remarks, self.name, number)
+        self.bad.add(errors)
         return self.encoder.encode(prepared)

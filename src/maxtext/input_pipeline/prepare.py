@@ -162,8 +162,7 @@ def run(
     # Closed when it is left early: its processes must have ended before anything is removed.
     with contextlib.closing(write_shards(job, todo, min(workers, len(todo)), lock)) as steps:
         for step in steps:
-            for error in step.bad:
-                bad.add(error)
+            bad.add(step.bad)
             done, tokens = done + step.documents, tokens + step.tokens
             if step.finished is not None:
                 manifest.finished[step.shard.name] = step.finished

@@ -76,8 +76,8 @@ class CollectedBadRecords(BadRecords):
         super().__init__(-1)
         self.errors: list[BadRecord] = []
 
-    def add(self, error: BadRecord) -> None:
-        self.errors.append(error)
+    def add(self, errors: Sequence[BadRecord]) -> None:
+        self.errors += errors
 
 
 def temporary(path: Path) -> Path:

@@ -189,9 +189,7 @@ def test_missing_file_and_unknown_kind(tmp_path):
 def test_without_pyarrow(tmp_path, monkeypatch, kind):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     monkeypatch.setitem(extras.EXTRA_OF, "pyarrow", "parquet")
-    with pytest.raises(
-        MissingExtra, match=r"reading .* needs the package 'pyarrow'.*\[parquet\]"
-    ):
+    with pytest.raises(MissingExtra, match=r"reading .* needs the package 'pyarrow'.*\[parquet\]"):
         open_files([f"{tmp_path}/a"], kind, ["text"], threads=1)
 
 
