@@ -48,22 +48,25 @@ class StructuredOutputs:
                 NAME,
             )
         ((kind, content),) = given.items()
+        return cls.from_kind(kind, content, NAME, f"{NAME}.{kind}")
+
+    @classmethod
+    def from_kind(cls, kind: str, content: Any, param: str, name: str) -> "StructuredOutputs":
+        """The constraint of one of KINDS. `name` is that of `content` in errors about `param`."""
         if kind == "json":
-            return cls(kind, schema_text(content, NAME))
+            return cls(kind, schema_text(content, param), param)
         if kind == "choice":
             texts = content if isinstance(content, list | tuple) else ()
             if not texts or not all(isinstance(text, str) and text for text in texts):
-                raise RequestError(
-                    f"{NAME}.choice must be a list of texts, none of them empty", NAME
-                )
+                raise RequestError(f"{name} must be a list of texts, none of them empty", param)
             if len(texts) > MAX_CHOICES:
                 raise RequestError(
-                    f"{NAME}.choice has {len(texts)} texts: {MAX_CHOICES} are the most", NAME
+                    f"{name} has {len(texts)} texts: {MAX_CHOICES} are the most", param
                 )
-            return cls(kind, limited(json.dumps(list(texts)), NAME))
+            return cls(kind, limited(json.dumps(list(texts)), param), param)
         if not isinstance(content, str) or not content:
-            raise RequestError(f"{NAME}.{kind} must be text, not {shorten(content)}", NAME)
-        return cls(kind, limited(content, NAME))
+            raise RequestError(f"{name} must be text, not {shorten(content)}", param)
+        return cls(kind, limited(content, param), param)
 
 
 def parse_response_format(value: Any) -> StructuredOutputs | None:

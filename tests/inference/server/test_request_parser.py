@@ -23,7 +23,8 @@ def parser():
         engine=SimpleNamespace(capacity=6),
         longest_token=8,
         sampling_defaults={"top_p": 0.9},
-        encode=lambda text: list(text.encode()),
+        # The id 1 is that of the beginning of a sequence.
+        encode=lambda text, specials=True: [1] * specials + list(text.encode()),
         # A character \x01 for each variable of the template.
         render_chat=lambda messages, variables, *how: (
             "".join(message["content"] for message in messages) + "\x01" * len(variables)
@@ -146,7 +147,7 @@ def test_wrong_field_of_chat(parser, field, value):
 def test_defaults(parser):
     """Those of OpenAI's API, below those of the model, below the request's own."""
     (request,) = parser.completion({"prompt": "abc"}).requests
-    assert request.prompt == [97, 98, 99]
+    assert request.prompt == [1, 97, 98, 99]
     assert (request.params.max_new_tokens, request.params.temperature) == (16, 1.0)
     assert request.params.top_p == 0.9
     (request,) = parser.completion({"prompt": "abc", "top_p": 0.5}).requests
@@ -179,7 +180,7 @@ def test_templates_see_reasoning_under_all_names(name):
 
 def test_too_long_names_both_numbers(parser):
     with pytest.raises(RequestError, match=r"40 tokens.* 35 tokens.* 6") as caught:
-        parser.completion({"prompt": "x" * 35, "max_tokens": 6})
+        parser.completion({"prompt": "x" * 34, "max_tokens": 6})
     assert caught.value.code == "context_length_exceeded"
     body = {"prompt": "x" * 35, "max_tokens": 6, "truncate_prompt_tokens": 3}
     assert parser.completion(body).requests[0].prompt == [120] * 3
@@ -188,7 +189,7 @@ def test_too_long_names_both_numbers(parser):
 def test_long_text_is_refused_without_its_tokens(parser):
     """Tokens of 8 characters at most: 321 characters are 41 tokens or more."""
 
-    def fail(text):
+    def fail(text, *how):
         raise AssertionError("it was tokenized")
 
     parser.model.encode = parser.model.tokenizer.encode_with_specials = fail
@@ -208,17 +209,17 @@ def test_long_text_is_refused_without_its_tokens(parser):
 
 def test_default_of_max_tokens(parser):
     """16 tokens, or what the maximum length leaves; 40 tokens leave none."""
-    for size, count in ((10, 16), (35, 5)):
+    for size, count in ((10, 16), (34, 5)):  # and a special token
         (request,) = parser.completion({"prompt": "x" * size}).requests
         assert request.params.max_new_tokens == count
     with pytest.raises(RequestError, match="40 tokens") as caught:
-        parser.completion({"prompt": "x" * 40})
+        parser.completion({"prompt": "x" * 39})
     assert caught.value.code == "context_length_exceeded"
 
 
 def test_echo_is_the_truncated_prompt(parser):
     body = {"prompt": ["abcdef", "gh"], "echo": True, "truncate_prompt_tokens": 3}
-    assert parser.completion(body).echoes == ("def", "gh")
+    assert parser.completion(body).echoes == ("def", "\x01gh")
 
 
 def test_reasoning_effort_none_disables_thinking(parser):
@@ -253,8 +254,122 @@ def test_template_does_not_see_content_that_is_null():
 
 
 def test_neutral_values_of_unsupported_fields(parser):
-    neutral = {"modalities": ["text"], "suffix": "", "priority": 0, "use_beam_search": False}
+    neutral = {
+        **{"modalities": ["text"], "suffix": "", "priority": 0, "use_beam_search": False},
+        **{"length_penalty": 1.0, "documents": [], "function_call": "none", "vllm_xargs": {}},
+        **{"include_reasoning": True, "truncation_side": "left", "logits_processors": []},
+        **{"mm_processor_kwargs": {}, "repetition_detection": None},
+    }
     assert parser.completion({"prompt": "x", **neutral}).ignored_fields == ()
+
+
+# Fields of vLLM's protocol, with values that would change the completion or the response.
+UNSUPPORTED = {
+    "length_penalty": 0.8,
+    "documents": [{"title": "a", "text": "b"}],
+    "prompt_embeds": "x",
+    "thinking_token_budget": 5,
+    "function_call": {"name": "f"},
+    "use_beam_search": True,
+    "early_stopping": True,
+    "logits_processors": ["m.f"],
+    "mm_processor_kwargs": {"a": 1},
+    "media_io_kwargs": {"video": {}},
+    "vllm_xargs": {"a": 1},
+    "kv_transfer_params": {"a": 1},
+    "priority": 1,
+    "repetition_detection": {"max_pattern_size": 2},
+    "include_reasoning": False,
+    "truncation_side": "right",
+    "structural_tag": "{}",
+    "guided_whitespace_pattern": "x",
+}
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_field_that_would_change_the_completion_is_refused(parser, name):
+    for parse, body in (
+        (parser.completion, {"prompt": "a"}),
+        (parser.chat, {"messages": MESSAGES}),
+    ):
+        with pytest.raises(RequestError, match=f"{name} is not supported") as caught:
+            parse({**body, name: UNSUPPORTED[name]})
+        assert (caught.value.param, caught.value.code) == (name, "unsupported_parameter")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "constraint"),
+    [
+        ("guided_json", {"type": "null"}, ("json", '{"type": "null"}')),
+        ("guided_json", '{"type": "null"}', ("json", '{"type": "null"}')),
+        ("guided_regex", "[0-9]+", ("regex", "[0-9]+")),
+        ("guided_choice", ["a", "b"], ("choice", '["a", "b"]')),
+        ("guided_grammar", 'root ::= "a"', ("grammar", 'root ::= "a"')),
+    ],
+)
+def test_guided_fields_are_structured_outputs(parser, name, value, constraint):
+    for request in (
+        parser.completion({"prompt": "a", name: value}),
+        parser.chat({"messages": MESSAGES, name: value}),
+    ):
+        structured = request.requests[0].params.structured_outputs
+        assert (structured.kind, structured.text) == constraint
+        assert structured.param == name
+    for wrong in ({name: 1}, {name: value, "structured_outputs": {"regex": "a"}}):
+        with pytest.raises(RequestError) as caught:
+            parser.completion({"prompt": "a", **wrong})
+        assert caught.value.param in (name, "structured_outputs")
+
+
+def test_tokens_that_are_allowed_and_words_that_are_not(parser):
+    fields = {"allowed_token_ids": [97, 98], "bad_words": ["ab"]}
+    for request in (
+        parser.completion({"prompt": "a", **fields}),
+        parser.chat({"messages": MESSAGES, **fields}),
+    ):
+        params = request.requests[0].params
+        assert (params.allowed_token_ids, params.bad_words) == ((97, 98), ("ab",))
+
+
+def test_special_tokens_of_prompts(parser):
+    """By default those of completions are added, and a chat has those that its template writes."""
+    for parse, body, default in (
+        (parser.completion, {"prompt": "ab"}, True),
+        (parser.chat, {"messages": MESSAGES}, False),
+    ):
+        for added in (None, True, False):
+            given = {} if added is None else {"add_special_tokens": added}
+            has_special = default if added is None else added
+            (request,) = parse({**body, **given}).requests
+            assert request.prompt == [1] * has_special + [97, 98]
+
+
+def test_required_call_with_a_response_format(parser):
+    """The format is that of content, of which a call has none."""
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+    schema = {"type": "json_schema", "json_schema": {"schema": {"type": "null"}}}
+    body = {"messages": MESSAGES, "tools": tools, "response_format": schema}
+    for choice in ("required", {"type": "function", "function": {"name": "f"}}):
+        (request,) = parser.chat({**body, "tool_choice": choice}).requests
+        assert request.params.structured_outputs.param == "tools"
+    del body["response_format"]
+    with pytest.raises(RequestError, match="format of its own"):
+        parser.chat({**body, "tool_choice": "required", "guided_regex": "a"})
+
+
+@pytest.mark.parametrize(
+    ("message", "text"),
+    [
+        ({"content": None}, ""),
+        ({"content": None, "reasoning_content": "Hm"}, ""),
+        ({"content": None, "refusal": "no"}, "no"),
+        ({"content": [{"type": "refusal", "refusal": "no"}]}, "no"),
+        ({}, ""),
+    ],
+)
+def test_messages_of_the_model_without_text(message, text):
+    (parsed,) = parse_messages({"messages": [{"role": "assistant", **message}]})
+    assert parsed["content"] == text
 
 
 def test_errors_become_statuses(caplog):

@@ -73,6 +73,23 @@ def test_fields_of_a_chat():
     }
 
 
+def test_allowed_tools_and_constraints():
+    tools = [{"type": "function", "name": "f"}]
+    choice = {"type": "allowed_tools", "mode": "auto", "tools": tools}
+    body = chat_body({"input": "Hi", "tool_choice": choice, "guided_regex": "a"})
+    assert body["tool_choice"] == {
+        "type": "allowed_tools",
+        "allowed_tools": {
+            "mode": "auto",
+            "tools": [{"type": "function", "function": {"name": "f"}}],
+        },
+    }
+    assert body["guided_regex"] == "a"
+    with pytest.raises(RequestError) as caught:
+        check_unsupported_values({"prompt_logprobs": 1})
+    assert caught.value.param == "prompt_logprobs"
+
+
 @pytest.mark.parametrize(
     "value", [None, 3, {}, [3], [{"role": "user"}], [{"type": "function_call_output"}]]
 )

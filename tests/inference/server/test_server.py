@@ -150,6 +150,48 @@ def test_logprobs_and_echo_equal_transformers(http, model):
         assert len(logprobs["text_offset"]) == len(ids) + count
 
 
+def test_prompt_logprobs_equal_transformers(http, model):
+    """In vLLM's format: by token id, with ranks; of a chat beside the choices."""
+    body = {"prompt_logprobs": 2, "max_tokens": 1, "temperature": 0}
+    (choice,) = post(http, "/v1/completions", prompt=PROMPT, **body)["choices"]
+    chat = post(http, "/v1/chat/completions", messages=MESSAGES, **body)
+    for records, ids in (
+        (choice["prompt_logprobs"], prompt_ids(PROMPT)),
+        (chat["prompt_logprobs"], CHAT_IDS),
+    ):
+        rows = log_softmax(model, ids)
+        assert records[0] is None
+        assert len(records) == len(ids)
+        for token, record, row in zip(ids[1:], records[1:], rows, strict=False):
+            likely = row.argsort(descending=True).tolist()
+            assert set(record) == {str(each) for each in (*likely[:2], token)}
+            for name, each in record.items():
+                assert each["logprob"] == pytest.approx(float(row[int(name)]), abs=2e-3)
+                assert each["rank"] == likely.index(int(name)) + 1
+                assert each["decoded_token"] == WORDS[int(name)]
+    for wrong in ({"stream": True}, {"prompt_logprobs": 21}):
+        response = http.post("/v1/completions", json={"prompt": PROMPT, **body, **wrong})
+        check_error(response, 400, param="prompt_logprobs")
+    # A completion with `echo` has as many of the most likely tokens as `logprobs` says.
+    body |= {"echo": True, "logprobs": 1, "return_tokens_as_token_ids": True, "prompt": PROMPT}
+    (choice,) = post(http, "/v1/completions", **body)["choices"]
+    assert all(1 <= len(top) <= 2 for top in choice["logprobs"]["top_logprobs"][1:])
+    assert choice["logprobs"]["tokens"][:4] == [f"token_id:{each}" for each in prompt_ids(PROMPT)]
+    assert len(choice["prompt_logprobs"]) == 4
+
+
+def test_allowed_tokens_and_bad_words(http):
+    body = {"prompt": PROMPT, "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+    allowed = {"allowed_token_ids": [7, 8], "return_token_ids": True}
+    (choice,) = post(http, "/v1/completions", **body, **allowed)["choices"]
+    assert set(choice["token_ids"]) <= {7, 8}
+    words = {WORDS[token] for token in choice["token_ids"]}
+    (choice,) = post(http, "/v1/completions", **body, **allowed, bad_words=sorted(words)[:1])[
+        "choices"
+    ]
+    assert sorted(words)[0] not in choice["text"].split()
+
+
 @pytest.mark.parametrize("n", [1, 2])
 def test_stream_equals_whole_response(http, n):
     body = {"prompt": ["w5 w6", "w8"], "max_tokens": 9, "temperature": 0.9, "seed": 3, "n": n}

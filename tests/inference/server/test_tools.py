@@ -12,6 +12,19 @@ TOOLS = [
 ]
 
 
+def allowed(*names, mode="auto"):
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_allowed_tools_are_those_that_the_template_and_the_grammar_get(mode):
+    """As if the request offered no others."""
+    body = {"tools": TOOLS, "tool_choice": allowed("set_tags", mode=mode)}
+    assert parse_tools(body) == parse_tools({"tools": TOOLS[1:], "tool_choice": mode})
+    assert parse_tools({"tools": TOOLS}).definitions == tuple(TOOLS)
+
+
 def test_references_move_with_their_schema():
     schema = {"$defs": {"p": {"type": "null"}}, "anyOf": [{"$ref": "#/$defs/p"}, {"$ref": "#"}]}
     moved = move_refs(schema, "#/properties/arguments")
@@ -33,6 +46,9 @@ def test_references_move_with_their_schema():
         ("tool_choice", {"tool_choice": "required"}),
         ("tool_choice", {"tools": TOOLS, "tool_choice": "always"}),
         ("tool_choice", {"tools": TOOLS, "tool_choice": {"function": {"name": "other"}}}),
+        ("tool_choice", {"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}}),
+        ("tool_choice", {"tools": TOOLS, "tool_choice": allowed("other")}),
+        ("tool_choice", {"tools": TOOLS, "tool_choice": allowed("add_person", mode="none")}),
     ],
 )
 def test_wrong_tools_name_their_field(field, body):

@@ -290,8 +290,7 @@ class Endpoints:
         if "messages" in body:
             # As vLLM's endpoint: tools are rendered whatever would call them.
             chat = {**body, "tool_choice": "none"}
-            parse_tools(chat)
-            text = await asyncio.to_thread(self.parser.chat_text, chat)
+            text = await asyncio.to_thread(self.parser.chat_text, chat, parse_tools(chat))
             special = flag(body, "add_special_tokens")  # templates write them
         else:
             if "prompt" not in body:

@@ -111,16 +111,17 @@ def parse_message(message: Any, name: str) -> dict[str, Any]:
         raise RequestError(f"{name} must be an object with a role", "messages")
     content = message.get("content")
     if isinstance(content, list):
-        for part in content:
-            is_text = isinstance(part, Mapping) and part.get("type") == "text"
-            if not is_text or not isinstance(part.get("text"), str):
-                raise RequestError(
-                    f"{name} has a part that is not text, which this model does not read",
-                    "messages",
-                )
-        content = "".join(part["text"] for part in content)
+        texts = [part.get(part.get("type")) if is_text(part) else None for part in content]
+        parts = [text for text in texts if isinstance(text, str)]
+        if len(parts) < len(texts):
+            raise RequestError(
+                f"{name} has a part that is not text, which this model does not read", "messages"
+            )
+        content = "".join(parts)
     if not isinstance(message.get("tool_calls") or [], list):
         raise RequestError(f"{name}.tool_calls must be a list", "messages")
+    if content is None and message["role"] == "assistant" and not message.get("tool_calls"):
+        content = message.get("refusal") or ""  # it may have reasoning alone
     if not isinstance(content, str) and (content is not None or not message.get("tool_calls")):
         raise RequestError(f"{name}.content must be text or parts of text", "messages")
     reasoning = message.get("reasoning_content") or message.get("reasoning")
@@ -129,6 +130,11 @@ def parse_message(message: Any, name: str) -> dict[str, Any]:
     if message.get("tool_calls"):
         message = {**message, "tool_calls": [parse_call(each) for each in message["tool_calls"]]}
     return {**message, "content": content}
+
+
+def is_text(part: Any) -> bool:
+    """Whether a part of a content is text, of which a refusal is a kind."""
+    return isinstance(part, Mapping) and part.get("type") in ("text", "refusal")
 
 
 def parse_call(call: Any) -> Any:

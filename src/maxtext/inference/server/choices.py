@@ -93,7 +93,7 @@ class ChoiceFormatter:
     def completion_logprobs(
         self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None]
     ) -> Json:
-        text = self.model.token_text
+        text = self.token_text
         offsets = []
         for token in token_ids:
             data = self.model.token_bytes(token, self.request.shows_specials)
@@ -103,7 +103,8 @@ class ChoiceFormatter:
             self.count_characters(self.decoder.decode(data))
         top = [
             # The token itself comes last: of equal texts, its number stays.
-            entry and {text(each): entry.top[each] for each in (*drop(entry.top, token), token)}
+            entry
+            and {text(each): entry.top[each] for each in (*drop(self.top(entry), token), token)}
             for token, entry in zip(token_ids, logprobs, strict=True)
         ]
         return {
@@ -131,15 +132,45 @@ class ChoiceFormatter:
         return self.echo[: common_prefix_length(self.echo, text)]
 
     def chat_entry(self, token: int, record: TokenLogprobs) -> Json:
-        top = list(record.top.items())[: self.request.logprobs]
         return {
             **self.chat_token(token, record.logprob),
-            "top_logprobs": [self.chat_token(*each) for each in top],
+            "top_logprobs": [self.chat_token(each, record.top[each]) for each in self.top(record)],
         }
+
+    def top(self, record: TokenLogprobs) -> list[int]:
+        """The most likely tokens, as many as the request wants."""
+        return list(record.top)[: self.request.logprobs]
+
+    def token_text(self, token: int) -> str:
+        """The name of a token in log-probabilities."""
+        return f"token_id:{token}" if self.request.shows_token_ids else self.model.token_text(token)
+
+    def prompt_records(self, logprobs: Sequence[TokenLogprobs | None]) -> list[Json | None]:
+        """The field `prompt_logprobs`: for each token of the prompt but the first, the most likely
+        tokens at its position and itself, by id.
+        """
+        records: list[Json | None] = []
+        for token, record in zip(self.prompt_ids, logprobs, strict=True):
+            if record is None:
+                records.append(None)
+                continue
+            top = list(record.top)[: self.request.prompt_logprobs]
+            ranks = {each: index + 1 for index, each in enumerate(top)} | {token: record.rank}
+            records.append(
+                {
+                    str(each): {
+                        "logprob": record.top[each],
+                        "rank": rank,
+                        "decoded_token": self.model.token_text(each),
+                    }
+                    for each, rank in ranks.items()
+                }
+            )
+        return records
 
     def chat_token(self, token: int, logprob: float) -> Json:
         data = self.model.token_bytes(token, self.request.shows_specials)
-        return {"token": self.model.token_text(token), "logprob": logprob, "bytes": list(data)}
+        return {"token": self.token_text(token), "logprob": logprob, "bytes": list(data)}
 
     def extras(self, delta: CompletionDelta) -> Json:
         """Token ids, if the request wants them; those of the prompt in the first chunk."""

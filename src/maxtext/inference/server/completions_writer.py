@@ -60,10 +60,14 @@ class CompletionsWriter:
                     index = prompt * self.request.num_choices + delta.choice
                     completions[index] = delta.completion
         choices = []
+        extras: Json = {}  # of a chat, which has one prompt
         for index, formatter in enumerate(self.formatters):
             first = completions[index - index % self.request.num_choices]
             choices.append(formatter.choice(completions[index], first.prompt_logprobs))
-        return {**self.head, "choices": choices, "usage": self.usage.to_json()}
+            if self.request.prompt_logprobs is not None:
+                records = {"prompt_logprobs": formatter.prompt_records(first.prompt_logprobs)}
+                (extras if self.request.is_chat else choices[-1]).update(records)
+        return {**self.head, "choices": choices, "usage": self.usage.to_json(), **extras}
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The response as server-sent events, one write for what a step of the engine adds."""

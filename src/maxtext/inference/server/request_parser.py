@@ -44,20 +44,39 @@ SAMPLING_FIELDS = (
     "include_stop_str_in_output",
     "skip_special_tokens",
     "structured_outputs",
+    "allowed_token_ids",
+    "bad_words",
 )
-# They would change the completion, and are not supported.
-UNSUPPORTED_FIELDS = (
-    "suffix",
-    "use_beam_search",
-    "audio",
-    "modalities",
-    "prediction",
-    "web_search_options",
-    "priority",
-    "chat_template",
-    "functions",
-)
-NEUTRAL_VALUES: tuple[Any, ...] = (None, False, 0, "", [], ["text"])  # the last of `modalities`
+# Former names of the kinds of structured_outputs.
+GUIDED_FIELDS = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+}
+# They would change the completion or the response, and are not supported, but for the values with
+# which they do nothing.
+NEUTRAL_VALUES: tuple[Any, ...] = (None, False, 0, "", [])
+UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(
+        (
+            *("suffix", "use_beam_search", "early_stopping", "audio", "prediction"),
+            *("web_search_options", "priority", "chat_template", "functions", "documents"),
+            *("prompt_embeds", "thinking_token_budget", "logits_processors"),
+            *("guided_whitespace_pattern", "structural_tag", "repetition_detection"),
+        ),
+        NEUTRAL_VALUES,
+    ),
+    **dict.fromkeys(
+        ("mm_processor_kwargs", "media_io_kwargs", "vllm_xargs", "kv_transfer_params"),
+        (None, {}),
+    ),
+    "modalities": (None, [], ["text"]),
+    "length_penalty": (None, 1),
+    "function_call": (None, "none", "auto"),  # without `functions`
+    "include_reasoning": (None, True),
+    "truncation_side": (None, "left"),
+}
 # Accepted without an effect on the completion.
 INERT_FIELDS = (
     "user",
@@ -68,6 +87,9 @@ INERT_FIELDS = (
     "safety_identifier",
     "verbosity",
     "request_id",
+    "guided_decoding_backend",
+    "spaces_between_special_tokens",  # there are none in texts
+    "prompt_cache_retention",
 )
 COMMON_FIELDS = (
     "model",
@@ -79,8 +101,12 @@ COMMON_FIELDS = (
     "stream_options",
     "response_format",
     "return_token_ids",
+    "return_tokens_as_token_ids",
     "truncate_prompt_tokens",
+    "add_special_tokens",
+    "prompt_logprobs",
     "cache_salt",
+    *GUIDED_FIELDS,
     *SAMPLING_FIELDS,
     *UNSUPPORTED_FIELDS,
     *INERT_FIELDS,
@@ -118,8 +144,10 @@ class ApiRequest:
     continuous_usage: bool = False  # in every chunk
     echoes: tuple[str, ...] = ()
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     format: MessageFormat = field(default_factory=MessageFormat)  # of chats
     return_token_ids: bool = False
+    shows_token_ids: bool = False  # instead of the texts of tokens in log-probabilities
     ignored_fields: tuple[str, ...] = ()  # names that mean nothing here
     settings: Body = field(default_factory=dict)  # that the response repeats
 
@@ -162,21 +190,23 @@ class RequestParser:
         if logprobs is not None:
             check_range("logprobs", logprobs, 0, self.max_logprobs, whole=True)
         fields = self.sampling_fields(body) | {"logprobs": logprobs}
+        num_prompt_logprobs = self.prompt_logprobs(body)
+        adds_specials = flag(body, "add_special_tokens", default=True)
         prompts = parse_prompts(body)
         self.check_num_sequences(len(prompts), body.get("n", 1))
         token_ids = []
         for each in prompts:
             if isinstance(each, str):
                 self.check_text_length(body, each)
-            token_ids.append(
-                self.truncate(body, self.model.encode(each) if isinstance(each, str) else each)
-            )
+                each = self.model.encode(each, adds_specials)
+            token_ids.append(self.truncate(body, each))
+        fields["prompt_logprobs"] = num_prompt_logprobs
         requests = []
         for index, ids in enumerate(token_ids):
             default = min(DEFAULT_MAX_TOKENS, self.remaining(ids))
             max_tokens = self.max_tokens(body, len(ids), default, int(not echo))
             if echo and (logprobs is not None or not max_tokens):
-                fields["prompt_logprobs"] = logprobs or 0
+                fields["prompt_logprobs"] = max(logprobs or 0, num_prompt_logprobs or 0)
             seed = prompt_seed(fields["seed"], index)
             params = SamplingParams(**fields | {"max_new_tokens": max_tokens, "seed": seed})
             requests.append(self.generation_request(body, ids, params))
@@ -187,11 +217,21 @@ class RequestParser:
             for each, ids in zip(prompts, token_ids, strict=True)
             if echo
         )
-        return self.api_request(body, requests, ignored, echoes=echoes, logprobs=logprobs)
+        return self.api_request(
+            body,
+            requests,
+            ignored,
+            echoes=echoes,
+            logprobs=logprobs,
+            prompt_logprobs=num_prompt_logprobs,
+        )
 
     def chat(self, body: Body) -> ApiRequest:
         """The body of /v1/chat/completions."""
         ignored = self.check_names(body, CHAT_FIELDS)
+        if flag(body, "echo"):
+            raise RequestError("echo is for /v1/completions", "echo", "unsupported_parameter")
+        num_prompt_logprobs = self.prompt_logprobs(body)
         wants_logprobs = flag(body, "logprobs")
         num_top = body.get("top_logprobs", 0)
         check_range("top_logprobs", num_top, 0, self.max_logprobs, whole=True)
@@ -199,16 +239,18 @@ class RequestParser:
             raise RequestError("top_logprobs needs logprobs=true", "top_logprobs")
         logprobs = num_top if wants_logprobs else None
         fields = self.sampling_fields(body) | {"logprobs": logprobs}
+        fields["prompt_logprobs"] = num_prompt_logprobs
         if body.get("tools") and not self.allows_tools:
             raise RequestError("this server takes no tools", "tools", "unsupported_parameter")
         tools = parse_tools(body)
-        text = self.chat_text(body)
+        text = self.chat_text(body, tools)
         reasoning = self.reasoning(body, text)
         fields["structured_outputs"] = self.chat_constraint(
             tools, reasoning, fields.get("structured_outputs")
         )
         self.check_text_length(body, text)
-        prompt_ids = self.truncate(body, self.model.tokenizer.encode_with_specials(text))
+        adds_specials = flag(body, "add_special_tokens")
+        prompt_ids = self.truncate(body, self.model.encode(text, adds_specials))
         max_tokens = self.max_tokens(body, len(prompt_ids), self.remaining(prompt_ids), at_least=1)
         params = SamplingParams(max_new_tokens=max_tokens, **fields)
         message_format = MessageFormat(tools, reasoning, self.model.tool_parser)
@@ -222,8 +264,23 @@ class RequestParser:
         if params.skip_special_tokens:
             message_format = replace(message_format, hidden_tags=tags)
         return self.api_request(
-            body, [request], ignored, is_chat=True, logprobs=logprobs, message_format=message_format
+            body,
+            [request],
+            ignored,
+            is_chat=True,
+            logprobs=logprobs,
+            prompt_logprobs=num_prompt_logprobs,
+            message_format=message_format,
         )
+
+    def prompt_logprobs(self, body: Body) -> int | None:
+        """How many of the most likely tokens a response has at each position of the prompt."""
+        count = body.get("prompt_logprobs")
+        if count is not None:
+            check_range("prompt_logprobs", count, 0, self.max_logprobs, whole=True)
+            if flag(body, "stream"):
+                raise RequestError("prompt_logprobs needs stream=false", "prompt_logprobs")
+        return count
 
     def reasoning(self, body: Body, prompt: str) -> Reasoning:
         """`prompt` is the text of the conversation."""
@@ -240,24 +297,26 @@ class RequestParser:
         self, tools: ToolOptions, reasoning: Reasoning, wanted: Any
     ) -> StructuredOutputs | None:
         """The grammar of a message: of a required call, or the one that the request wants. It
-        begins after the reasoning.
+        begins after the reasoning. A response_format is about content, which a required call has
+        not.
         """
         constraint = tools.constraint()
-        if constraint is not None and wanted is not None:
+        wanted = None if wanted is None else StructuredOutputs.parse(wanted)
+        if constraint is None:
+            constraint = wanted
+        elif wanted is not None and wanted.param != "response_format":
             raise RequestError("a required call has a format of its own", "tool_choice")
-        if wanted is not None:
-            constraint = StructuredOutputs.parse(wanted)
         if constraint is None:
             return None
         return replace(constraint, preamble=reasoning.preamble(self.model.tokenizer))
 
-    def chat_text(self, body: Body) -> str:
+    def chat_text(self, body: Body, tools: ToolOptions) -> str:
         """The messages of a body as the template writes them."""
         variables = dict(object_field(body, "chat_template_kwargs"))
         if "tools" in variables:
             raise RequestError("chat_template_kwargs may not set tools", "chat_template_kwargs")
-        if body.get("tools"):
-            variables["tools"] = body["tools"]
+        if tools.definitions:
+            variables["tools"] = list(tools.definitions)
         effort = text_field(body, "reasoning_effort")
         if effort:
             variables = {"reasoning_effort": effort, **variables}
@@ -285,9 +344,9 @@ class RequestParser:
         """The names of fields that are ignored. Raises RequestError for fields that would change
         the completion and are not supported.
         """
-        for name in UNSUPPORTED_FIELDS:
-            # An empty object is a value: `web_search_options: {}` asks for a search.
-            if body.get(name) not in NEUTRAL_VALUES:
+        for name, neutral_values in UNSUPPORTED_FIELDS.items():
+            # An empty object may be a value: `web_search_options: {}` asks for a search.
+            if body.get(name) not in neutral_values:
                 raise RequestError(f"{name} is not supported", name, "unsupported_parameter")
         unknown = tuple(sorted(set(body) - known))
         if unknown and self.strict_fields:
@@ -313,12 +372,17 @@ class RequestParser:
             check_whole_number("best_of", body["best_of"])
             if body["best_of"] != body.get("n", 1):
                 raise RequestError("best_of must be equal to n", "best_of")
-        if "response_format" in body:
-            if "structured_outputs" in body:
-                raise RequestError(
-                    "give either response_format or structured_outputs", "response_format"
+        names = ("response_format", "structured_outputs", *GUIDED_FIELDS)
+        constraints = [name for name in names if name in body]
+        if len(constraints) > 1:
+            raise RequestError(f"give either {constraints[0]} or {constraints[1]}", constraints[0])
+        for name in constraints:
+            if name == "response_format":
+                given["structured_outputs"] = parse_response_format(body[name])
+            elif name in GUIDED_FIELDS:
+                given["structured_outputs"] = StructuredOutputs.from_kind(
+                    GUIDED_FIELDS[name], body[name], param=name, name=name
                 )
-            given["structured_outputs"] = parse_response_format(body["response_format"])
         if "seed" in given:
             check_whole_number("seed", given["seed"])
         defaults = {"temperature": DEFAULT_TEMPERATURE, "seed": secrets.randbits(32)}
@@ -384,6 +448,7 @@ class RequestParser:
         is_chat: bool = False,
         echoes: tuple[str, ...] = (),
         logprobs: int | None = None,
+        prompt_logprobs: int | None = None,
         message_format: MessageFormat | None = None,
     ) -> ApiRequest:
         continuous, include_usage = parse_stream_options(
@@ -398,8 +463,10 @@ class RequestParser:
             continuous_usage=continuous,
             echoes=echoes,
             logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
             format=message_format or MessageFormat(),
             return_token_ids=flag(body, "return_token_ids"),
+            shows_token_ids=flag(body, "return_tokens_as_token_ids"),
             ignored_fields=ignored,
         )
 

@@ -13,6 +13,7 @@ from maxtext.common.log import LOGGER
 from maxtext.inference.sampling_params import SamplingParams
 from maxtext.inference.server.bodies import Body, flag, object_field, text_field
 from maxtext.inference.server.request_parser import (
+    GUIDED_FIELDS,
     INERT_FIELDS,
     SAMPLING_FIELDS,
     ApiRequest,
@@ -52,13 +53,15 @@ MESSAGE_NAMES = {
 }
 SAME_FIELDS = (
     *("model", "stream", "parallel_tool_calls", "chat_template_kwargs", "cache_salt"),
+    *("add_special_tokens", *GUIDED_FIELDS),
     *(name for name in SAMPLING_FIELDS if name != "n"),
 )
 FIELDS = frozenset(
     (
         *("input", "instructions", "max_output_tokens", "tools", "tool_choice", "text"),
         *("reasoning", "include", "client_metadata", "stream_options", "truncation"),
-        *("top_logprobs", "max_tool_calls", "context_management", "moderation"),
+        *("top_logprobs", "prompt_logprobs", "max_tool_calls"),
+        *("context_management", "moderation"),
         *SAME_FIELDS,
         *UNSUPPORTED_FIELDS,
         *INERT_FIELDS,
@@ -121,14 +124,14 @@ def check_unsupported_values(body: Body) -> None:
             "truncation",
             UNSUPPORTED,
         )
-    num_top = body.get("top_logprobs", 0)
-    check_whole_number("top_logprobs", num_top)
-    if num_top:
-        raise RequestError(
-            "/v1/responses has no log-probabilities: use /v1/chat/completions",
-            "top_logprobs",
-            UNSUPPORTED,
-        )
+    for name in ("top_logprobs", "prompt_logprobs"):
+        check_whole_number(name, body.get(name, 0))
+        if body.get(name):
+            raise RequestError(
+                "/v1/responses has no log-probabilities: use /v1/chat/completions",
+                name,
+                UNSUPPORTED,
+            )
     if "max_tool_calls" in body:  # of tools that the server would run
         check_range("max_tool_calls", body["max_tool_calls"], 1, math.inf, whole=True)
     for name in ("context_management", "moderation"):
@@ -180,9 +183,17 @@ def parse_functions(tools: Any) -> list[dict[str, Any]]:
 def parse_choice(choice: Any) -> Any:
     if isinstance(choice, Mapping) and choice.get("type") == "function":
         return {"type": "function", "function": {"name": choice.get("name")}}
+    if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
+        tools = choice.get("tools")
+        allowed = list(map(parse_choice, tools)) if isinstance(tools, list) else tools
+        return {
+            "type": "allowed_tools",
+            "allowed_tools": {"mode": choice.get("mode"), "tools": allowed},
+        }
     if isinstance(choice, Mapping):
+        kind = shorten(choice.get("type"))
         raise RequestError(
-            f"tool_choice.type must be function, not {shorten(choice.get('type'))}", "tool_choice"
+            f"tool_choice.type must be function or allowed_tools, not {kind}", "tool_choice"
         )
     return choice
 

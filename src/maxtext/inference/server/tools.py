@@ -31,6 +31,7 @@ class ToolOptions:
     choice: str = "none"
     is_named: bool = False
     parallel: bool = True  # a message may have several calls
+    definitions: tuple[Any, ...] = ()  # for the chat template
 
     @property
     def is_auto(self) -> bool:
@@ -110,18 +111,42 @@ def parse_tools(body: Body) -> ToolOptions:
                 f"tools[{index}].function.parameters must be a JSON schema, an object", "tools"
             )
     choice = body.get("tool_choice", "auto" if schemas else "none")
+    definitions = tuple(tools)
+    if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
+        choice, allowed = parse_allowed_tools(choice.get("allowed_tools"), schemas)
+        definitions = tuple(tool for tool in tools if tool["function"]["name"] in allowed)
+        schemas = {name: schema for name, schema in schemas.items() if name in allowed}
     if isinstance(choice, Mapping):
-        function = choice.get("function")
-        name = function.get("name") if isinstance(function, Mapping) else None
-        if name not in schemas:
-            raise RequestError(
-                f"tool_choice names {shorten(name)}, which is not in tools", "tool_choice"
-            )
-        return ToolOptions(schemas, name, is_named=True, parallel=parallel)
+        name = function_name(choice, schemas)
+        return ToolOptions(schemas, name, is_named=True, parallel=parallel, definitions=definitions)
     if choice not in ("none", "auto", "required") or (choice == "required" and not schemas):
         raise RequestError(
-            "tool_choice must be none, auto, required or a function of tools, not "
+            "tool_choice must be none, auto, required, a function of tools or allowed_tools, not "
             f"{shorten(choice)}",
             "tool_choice",
         )
-    return ToolOptions(schemas, choice if schemas else "none", parallel=parallel)
+    choice = choice if schemas else "none"
+    return ToolOptions(schemas, choice, parallel=parallel, definitions=definitions)
+
+
+def parse_allowed_tools(value: Any, schemas: Mapping[str, Any]) -> tuple[str, set[str]]:
+    """The mode, auto or required, and the names of the functions that may be called."""
+    given = value if isinstance(value, Mapping) else {}
+    tools, mode = given.get("tools"), given.get("mode")
+    if mode not in ("auto", "required") or not isinstance(tools, list) or not tools:
+        raise RequestError(
+            "tool_choice.allowed_tools must have a mode, auto or required, and a list of tools",
+            "tool_choice",
+        )
+    return mode, {function_name(tool, schemas) for tool in tools}
+
+
+def function_name(choice: Any, schemas: Mapping[str, Any]) -> str:
+    """The name in {"type": "function", "function": {"name": ...}}, which must be in `schemas`."""
+    function = choice.get("function") if isinstance(choice, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(name, str) or name not in schemas:
+        raise RequestError(
+            f"tool_choice names {shorten(name)}, which is not in tools", "tool_choice"
+        )
+    return name
