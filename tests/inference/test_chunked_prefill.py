@@ -156,3 +156,14 @@ def test_logprobs_of_a_default_chunked_prompt(folder, ids, monkeypatch, paged):
             a = [each.logprob for each in getattr(chunked, name) if each]
             b = [each.logprob for each in getattr(whole, name) if each]
             np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+def test_fast_attention_has_chunks_only_while_requests_may_arrive(engine):
+    """For a list of requests, a prompt as a whole takes less time."""
+    engine.scheduler.max_chunk = ChunkSize(CHUNK, only_online=True)
+    engine.add_request(0, request(40, 2))
+    assert collect(engine, {})[0] == 40
+    engine.abort(0)
+    with engine.lease(expects_requests=True):
+        engine.add_request(1, request(40, 2, seed=1))
+        assert collect(engine, {})[0] == CHUNK

@@ -111,7 +111,10 @@ def prefill_chunk_size(
         tokens = tokens if limit is None else min(tokens, limit)
         log_once(f"prefill: prompts of more than {tokens} tokens in chunks")
         heads = executor.chunk_logits_heads(tokens)
-        return ChunkSize(tokens, heads, CPU_CHUNK_LOGITS if is_cpu else CHUNK_LOGITS)
+        max_logits = CPU_CHUNK_LOGITS if is_cpu else CHUNK_LOGITS
+        # By fast attention, a whole prompt takes less time than its chunks: on an H200, 3.5 ms
+        # instead of 7.8 for 16,384 tokens of 32 heads in a layer, of which all takes 12.5 ms.
+        return ChunkSize(tokens, heads, max_logits, only_online=not heads and limit is None)
     return None if limit is None else ChunkSize(limit)
 
 

@@ -337,13 +337,18 @@ class LLM(AdapterMethods):
                 yield delta.completion
 
     def run(
-        self, requests: Iterable[GenerationRequest], slots: int, length: int
+        self,
+        requests: Iterable[GenerationRequest],
+        slots: int,
+        length: int,
+        expects_requests: bool = False,
     ) -> Iterator[CompletionDelta]:
-        """Run requests through the engine: what each step adds to their completions."""
+        """Run requests through the engine: what each step adds to their completions.
+        `expects_requests`: by the programs of a server."""
         source = enumerate(requests)
         exhausted = False
         engine = self.engine_for(slots, length)
-        with engine.lease():
+        with engine.lease(expects_requests):
             session = EngineSession(engine, self.tokenizer)
             while session.has_unfinished or not exhausted:
                 while not exhausted and engine.wants_requests:
@@ -405,11 +410,17 @@ class LLM(AdapterMethods):
         `params`, by default as the decode_sampling_* keys say."""
         config = self.config
         params = params or SamplingParams.from_config(config)
-        executor = self.engine_for(
-            config.global_batch_size_to_load, config.max_target_length
-        ).executor
-        for requests in warmup_requests(config, params, executor):
+        size = config.global_batch_size_to_load, config.max_target_length
+        engine = self.engine_for(*size)
+        chunk_size = engine.scheduler.max_chunk
+        for requests in warmup_requests(config, params, engine.executor):
             list(self.completions(iter(requests)))
+            if (
+                chunk_size
+                and chunk_size.only_online
+                and len(requests[0].prompt) > chunk_size.tokens
+            ):
+                list(self.run(requests, *size, expects_requests=True))
 
     def save(self, folder: str | os.PathLike, progress: Progress | None = None) -> None:
         """Write the weights as they are, with config.yml: a folder that `LLM.load` and `maxtext

@@ -50,7 +50,7 @@ class Scheduler:
         self.contiguous = contiguous
         self.supports_packing = supports_packing
         self.snapshots = snapshots
-        self.chunk_size = chunk_size
+        self.max_chunk = chunk_size
         self.block_size = cache.block_size
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # the oldest first
@@ -84,6 +84,14 @@ class Scheduler:
     @property
     def has_decoding(self) -> bool:
         return any(sequence.is_decoding for sequence in self.running)
+
+    @property
+    def chunk_size(self) -> shapes.ChunkSize | None:
+        """How much of a prompt a prefill batch has now; None: all of it."""
+        is_whole = self.max_chunk is None or (
+            self.max_chunk.only_online and not self.expects_requests
+        )
+        return None if is_whole else self.max_chunk
 
     @property
     def interleaves(self) -> bool:

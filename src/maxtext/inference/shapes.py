@@ -31,6 +31,7 @@ class ChunkSize:
     tokens: int
     heads: int = 0
     max_logits: int = 0  # 0: no limit
+    only_online: bool = False  # while requests may arrive, and not for lists of requests
 
     def at(self, kv_len: int) -> int:
         """For a cache of `kv_len` tokens, those of the chunk included."""
