@@ -45,7 +45,7 @@ def describe_model(context: RunContext, step: jax.stages.Compiled) -> dict[str, 
     config = context.config
     flops = f"{context.flops_per_token:.3e}"
     model = {
-        "name": f"{config.model_name} ({config.decoder_block.value} blocks)",
+        "name": f"{model_label(config)} ({config.decoder_block.value} blocks)",
         "parameters": f"{parameter_count(context.template.weights):,}",
         "layers": f"{len(layers(config))}, {'scanned' if config.scan_layers else 'unrolled'}",
         "FLOPs a token": f"{flops} in training (matmuls only, causal, no remat)",
@@ -59,6 +59,12 @@ def describe_model(context: RunContext, step: jax.stages.Compiled) -> dict[str, 
             f"{temporaries} temporary)"
         )
     return model
+
+
+def model_label(config: MaxTextConfig) -> str:
+    """The name of the model, or the folder that defines it."""
+    has_name = config.model_name != "default"
+    return config.model_name if has_name else config.load_parameters_path or config.model_name
 
 
 def describe_peak(config: MaxTextConfig) -> dict[str, str]:
