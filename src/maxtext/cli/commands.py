@@ -192,7 +192,7 @@ MODEL                        a Hugging Face folder or org/name of its Hub, a con
 --max-queue N                requests that may wait for a slot (1024)
 --request-timeout S          seconds from arrival to the last token (600); 0: no limit
 --drain-timeout S            seconds for running requests after SIGTERM (30)
---max-body BYTES             of a request (32 MiB)
+--max-body BYTES             of a request (4 MiB)
 --max-logprobs N             most of logprobs and top_logprobs (20)
 --ssl-certfile F, --ssl-keyfile F, --ssl-ca-certs F
                              TLS

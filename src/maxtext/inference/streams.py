@@ -18,8 +18,9 @@ from maxtext.inference.requests import Completion, CompletionDelta
 
 class EngineError(UserError):
     """A request that the engine does not serve, though nothing is wrong with it. `code` is
-    queue_full, grammar_queue_full, draining, engine_failed, request_timeout, slow_consumer or
-    adapter_dropped; `retry_after` is in seconds, if it makes sense to try again.
+    queue_full, preparation_queue_full, grammar_queue_full, draining, engine_failed,
+    request_timeout, slow_consumer or adapter_dropped; `retry_after` is in seconds, if it makes
+    sense to try again.
     """
 
     def __init__(self, message: str, code: str, retry_after: float | None = None):

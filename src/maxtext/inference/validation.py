@@ -27,9 +27,15 @@ class RequestError(UserError):
 
 
 def shorten(value: Any) -> str:
-    """A value as JSON where it has one, cut to MAX_SHOWN characters."""
+    """A value as JSON where it has one, cut to MAX_SHOWN characters. Of a large value, only the
+    beginning is written.
+    """
+    text = ""
     try:
-        text = json.dumps(value)
+        for chunk in json.JSONEncoder().iterencode(value):
+            text += chunk
+            if len(text) > MAX_SHOWN:
+                break
     except (TypeError, ValueError):
         text = repr(value)
     return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 1]}…"

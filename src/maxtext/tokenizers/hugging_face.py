@@ -34,6 +34,8 @@ from maxtext.tokenizers.tokenizer_config import (
     special_token_texts,
 )
 
+MIN_BATCH_CHARS = 2000  # for less, another thread would take longer than the text
+MIN_BATCH_IDS = 1000
 BYTE_TOKEN = re.compile("<0x[0-9a-fA-F]{2}>")  # a byte, for the decoder `ByteFallback`
 
 
@@ -71,7 +73,7 @@ class HuggingFaceTokenizer:
         return None if text is None else self.inner.token_to_id(text)
 
     def encode(self, text: str) -> list[int]:
-        return self.inner.encode(replace_surrogates(text), add_special_tokens=False).ids
+        return encode_text(self.inner, text)
 
     @cached_property
     def pretoken_cache(self) -> PretokenCache | None:
@@ -90,20 +92,20 @@ class HuggingFaceTokenizer:
         return [next(rest) if cached is None else cached for cached in ids]
 
     def encode_with_specials(self, text: str) -> list[int]:
-        return self.with_specials.encode(replace_surrogates(text), add_special_tokens=False).ids
+        return encode_text(self.with_specials, text)
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         encoding = self.with_specials.encode(replace_surrogates(text), add_special_tokens=False)
         return encoding.ids, encoding.offsets
 
     def encode_prompt(self, text: str) -> list[int]:
-        return self.with_specials.encode(replace_surrogates(text), add_special_tokens=True).ids
+        return encode_text(self.with_specials, text, add_special_tokens=True)
 
     def decode(self, ids: Sequence[int]) -> str:
         return decode_with_unknown_ids(
             ids,
             self.token_ids.__contains__,
-            lambda run: self.inner.decode(run, skip_special_tokens=True),
+            lambda run: decode_ids(self.inner, run),
         )
 
     def boundary_detector(self) -> BoundaryDetector:
@@ -165,6 +167,24 @@ BYTE_OF_LETTER = byte_letters()
 def step_types(decoder: dict[str, Any]) -> list[str]:
     nested = [name for step in decoder.get("decoders", ()) for name in step_types(step)]
     return [decoder["type"], *nested]
+
+
+def encode_text(tokenizer: Tokenizer, text: str, add_special_tokens: bool = False) -> list[int]:
+    """The ids of a text. While the library encodes a batch, other threads run."""
+    valid_text = replace_surrogates(text)
+    if len(valid_text) < MIN_BATCH_CHARS:
+        return tokenizer.encode(valid_text, add_special_tokens=add_special_tokens).ids
+    encodings = tokenizer.encode_batch_fast([valid_text], add_special_tokens=add_special_tokens)
+    return encodings[0].ids
+
+
+def decode_ids(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
+    """The text of ids without special tokens. While the library decodes a batch, other threads
+    run.
+    """
+    if len(ids) < MIN_BATCH_IDS:
+        return tokenizer.decode(ids, skip_special_tokens=True)
+    return tokenizer.decode_batch([ids], skip_special_tokens=True)[0]
 
 
 def encode_batch(tokenizer: Tokenizer, texts: Sequence[str]) -> list[np.ndarray]:

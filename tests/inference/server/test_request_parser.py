@@ -1,5 +1,6 @@
 """Bodies of requests become SamplingParams, or an error that names the field."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +10,7 @@ from maxtext.inference.server.errors import ApiError
 from maxtext.inference.server.model import ServedModel
 from maxtext.inference.server.request_parser import RequestParser
 from maxtext.inference.streams import EngineError
-from maxtext.inference.validation import RequestError
+from maxtext.inference.validation import RequestError, shorten
 from maxtext.tokenizers import ChatTemplate
 
 MESSAGES = [{"role": "user", "content": "ab"}]
@@ -54,11 +55,49 @@ def parser():
         (b'{"a": "\\ud800"}', "surrogate"),
         (b"[" * 100_000, "nested too deeply"),
         (b'{"a": ' + b"9" * 5000 + b"}", "too many digits"),
+        (b'{"a": [' + b"{}," * 100_000 + b"{}]}", "more than 100000 lists and objects"),
+        (b"{" + b",".join(b'"%d": 0' % n for n in range(1001)) + b"}", "1001 fields"),
     ],
 )
 def test_body_that_is_no_standard_json_object_is_refused(data, reason):
     with pytest.raises(RequestError, match=reason):
         parse_body(data)
+
+
+LONG_LIST = [0] * 40_000  # 80 kB
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        '[{"\\\\" [' * 30_000,  # brackets, quotes and backslashes
+        ["[" * 99_990, '"', "[" * 100],
+        [[]] * 99_990,
+        {"\\": "{" * 200_000},
+        "\U0001f98a\\ud83e",
+        [*LONG_LIST, -1, 10**30, 1.5, True],
+    ],
+)
+def test_body_equals_its_json(value):
+    for ensure_ascii in (False, True):
+        data = json.dumps({"a": value}, ensure_ascii=ensure_ascii).encode()
+        assert parse_body(data) == {"a": value}
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [(b"1" * 5000, "too many digits"), (b'{"b": ["\\udd8a"]}', "surrogate"), (b"-1e999", "large")],
+)
+def test_long_body_is_read_as_strictly(value, reason):
+    data = b'{"a": %s, "b": %s}' % (json.dumps(LONG_LIST).encode(), value)
+    with pytest.raises(RequestError, match=reason):
+        parse_body(data)
+
+
+def test_message_shows_the_beginning_of_a_value():
+    """Without writing the rest, which may be megabytes."""
+    assert shorten(["a"] * 100 + [object()]) == json.dumps(["a"] * 100)[:59] + "…"
+    assert shorten({"a": [1, None]}) == '{"a": [1, null]}'
 
 
 def test_null_is_absent():
@@ -205,6 +244,24 @@ def test_long_text_is_refused_without_its_tokens(parser):
         parser.model.longest_token = longest
         with pytest.raises(AssertionError, match="tokenized"):
             parser.completion({"prompt": "x" * size})
+
+
+def test_only_the_end_of_a_truncated_text_is_tokenized(parser):
+    sizes = []
+
+    def encode(text, specials):
+        sizes.append(len(text))
+        return list(text.encode())
+
+    parser.model.encode = encode
+    text = "x" * 100_000 + "abc"
+    options = {"truncate_prompt_tokens": 3, "max_tokens": 1}
+    for parse, body in (
+        (parser.completion, {"prompt": text}),
+        (parser.chat, {"messages": [{"role": "user", "content": text}]}),
+    ):
+        assert parse({**body, **options}).requests[0].prompt == list(b"abc")
+    assert max(sizes) < 1000
 
 
 def test_default_of_max_tokens(parser):

@@ -478,7 +478,7 @@ def test_client_that_leaves_frees_its_slots(http, server, stream):
     body = json.dumps({**LONG, "n": 128, "stream": stream}).encode()
     url = httpx.URL(server[1])
     with socket.create_connection((url.host, url.port)) as connection:
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nx-api-key: {KEY}\r\n"
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nx-api-key: {KEY}\r\n"
         connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         if stream:
             connection.recv(100)
@@ -498,7 +498,7 @@ def post_to_app(model, monkeypatch, body, count=1, **options):
         transport = httpx.ASGITransport(app)
         headers = {"x-api-key": KEY}
         async with httpx.AsyncClient(transport=transport, headers=headers) as client:
-            url = "http://test/v1/chat/completions"
+            url = "http://localhost/v1/chat/completions"
             return [await client.post(url, json=body) for _ in range(count)]
 
     return asyncio.run(send())

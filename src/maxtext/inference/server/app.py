@@ -3,7 +3,6 @@
 import asyncio
 import json
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
@@ -40,6 +39,7 @@ from maxtext.inference.server.middleware import (
 )
 from maxtext.inference.server.model import ServedModel
 from maxtext.inference.server.page import ChatPage
+from maxtext.inference.server.preparation import BoundedPool, PreparationPools
 from maxtext.inference.server.request_parser import ApiRequest, RequestParser
 from maxtext.inference.server.responses_request import parse_responses_request
 from maxtext.inference.server.responses_writer import ResponsesWriter
@@ -49,7 +49,6 @@ from maxtext.inference.validation import RequestError, check_token_ids
 
 BODY_SECONDS = 30.0  # to receive a body
 MAX_SHORT_PROMPT = 2000  # characters or token ids
-MAX_GRAMMAR_THREADS = 16  # requests that wait for their grammars
 MAX_IGNORED_SHOWN = 20  # names of fields in a header
 MAX_IGNORED_LOGGED = 1000
 
@@ -60,7 +59,7 @@ class ServerOptions:
     cors_origins: Sequence[str] = ()
     allowed_hosts: Sequence[str] = ()  # names besides localhost and IP addresses; `*`: any
     request_timeout: float = 600.0  # seconds from arrival to the last token; 0: no limit
-    max_body: int = 32 * 2**20  # bytes
+    max_body: int = 4 * 2**20  # bytes
     max_logprobs: int = 20
     metrics_prefix: str = "maxtext"
     protect_metrics: bool = False
@@ -152,8 +151,7 @@ class Endpoints:
         )
         self.adapters = AdapterUpdates(model, options.adapter_root)
         self.ignored_fields: set[str] = set()  # that were logged
-        # Others need not wait while the threads of the event loop wait for grammars.
-        self.grammar_threads = ThreadPoolExecutor(MAX_GRAMMAR_THREADS, "maxtext-prepare")
+        self.pools = PreparationPools(model.engine.capacity)
 
     def routes(self) -> list[tuple[str, str, Callable[..., Any]]]:
         return [
@@ -212,11 +210,13 @@ class Endpoints:
 
     async def load_adapter(self, request: Request) -> Response:
         self.adapters.check_allowed()
-        return json_response(await self.adapters.load(await self.read_body(request)))
+        body, _ = await self.read_body(request)
+        return json_response(await self.adapters.load(body))
 
     async def unload_adapter(self, request: Request) -> Response:
         self.adapters.check_allowed()
-        return json_response(await self.adapters.unload(await self.read_body(request)))
+        body, _ = await self.read_body(request)
+        return json_response(await self.adapters.unload(body))
 
     # Generation.
 
@@ -237,22 +237,11 @@ class Endpoints:
         writer_type: type[CompletionsWriter] | type[ResponsesWriter],
     ) -> Response:
         self.model.engine.check_accepts(0)  # a draining server does not read bodies
-        body = await self.read_body(request)
+        body, pool = await self.read_body(request)
         self.model.find(body.get("model"))
         if "request_id" in body:
             request.state.request_id = parse_request_id(body)
-
-        def prepare() -> tuple[ApiRequest, list[PreparedRequest]]:
-            parsed = parse(body)
-            return parsed, [self.model.engine.prepare(each) for each in parsed.requests]
-
-        if has_grammar(body):
-            loop = asyncio.get_running_loop()
-            parsed, prepared = await loop.run_in_executor(self.grammar_threads, prepare)
-        elif has_long_preparation(body):
-            parsed, prepared = await asyncio.to_thread(prepare)
-        else:
-            parsed, prepared = prepare()
+        parsed, prepared = await self.prepare(body, pool, parse)
         self.log_request(request.state.request_id, parsed)
         timeout = self.options.request_timeout or None
         active = ActiveRequest(self.model.engine, prepared, self.metrics, timeout)
@@ -268,6 +257,26 @@ class Endpoints:
             return ApiError.from_exception(error, request.state.request_id)
 
         return await EventStreamResponse(writer.events(), on_error, headers).start()
+
+    async def prepare(
+        self, body: Body, pool: BoundedPool, parse: Callable[[Body], ApiRequest]
+    ) -> tuple[ApiRequest, list[PreparedRequest]]:
+        """The request of a body, and what the engine takes. Work that may take a while is left to
+        `pool`, and to threads of its own if it waits for a grammar.
+        """
+
+        def prepare(parsed: ApiRequest) -> list[PreparedRequest]:
+            return [self.model.engine.prepare(each) for each in parsed.requests]
+
+        def parse_and_prepare() -> tuple[ApiRequest, list[PreparedRequest]]:
+            parsed = parse(body)
+            return parsed, [] if has_grammar(parsed) else prepare(parsed)
+
+        if has_long_preparation(body):
+            parsed, prepared = await pool.run(parse_and_prepare)
+        else:
+            parsed, prepared = parse_and_prepare()
+        return parsed, prepared or await self.pools.grammar.run(prepare, parsed)
 
     def log_request(self, request_id: str, parsed: ApiRequest) -> None:
         """Log the prompts, if that is wanted, and names of fields that are ignored for the first
@@ -285,31 +294,36 @@ class Endpoints:
     # Tokens.
 
     async def tokenize(self, request: Request) -> Response:
-        body = await self.read_body(request)
+        body, pool = await self.read_body(request)
         self.model.find(body.get("model"))
+        return await pool.run(self.tokenize_body, body)
+
+    def tokenize_body(self, body: Body) -> Response:
         if "messages" in body:
             # As vLLM's endpoint: tools are rendered whatever would call them.
             chat = {**body, "tool_choice": "none"}
-            text = await asyncio.to_thread(self.parser.chat_text, chat, parse_tools(chat))
+            text = self.parser.chat_text(chat, parse_tools(chat))
             special = flag(body, "add_special_tokens")  # templates write them
         else:
             if "prompt" not in body:
                 raise RequestError("prompt or messages is missing", "prompt")
             text = text_field(body, "prompt")
             special = flag(body, "add_special_tokens", default=True)
-        tokens = await asyncio.to_thread(self.model.encode, text, special)
+        tokens = self.parser.encode(text, special)
         result = {"tokens": tokens, "count": len(tokens), "max_model_len": self.model.max_length}
         if flag(body, "return_token_strs"):
             result["token_strs"] = [self.model.tokenizer.id_to_token(token) for token in tokens]
         return json_response(result)
 
     async def detokenize(self, request: Request) -> Response:
-        body = await self.read_body(request)
+        body, pool = await self.read_body(request)
         self.model.find(body.get("model"))
+        return await pool.run(self.detokenize_body, body)
+
+    def detokenize_body(self, body: Body) -> Response:
         tokens = check_token_ids("tokens", body.get("tokens"))
         self.model.check_token_range("tokens", tokens)
-        text = await asyncio.to_thread(self.model.tokenizer.decode, list(tokens))
-        return json_response({"prompt": text})
+        return json_response({"prompt": self.model.tokenizer.decode(list(tokens))})
 
     async def tokenizer_info(self, request: Request) -> Response:
         specials = self.model.tokenizer.special_tokens
@@ -318,15 +332,15 @@ class Endpoints:
         info: dict[str, Any] = {name: specials.get(name) for name in names}
         return json_response({**info, "chat_template": template and template.source})
 
-    async def read_body(self, request: Request) -> dict[str, Any]:
-        """The JSON object of a request. Raises ApiError if it is too large or does not come in
-        BODY_SECONDS.
+    async def read_body(self, request: Request) -> tuple[Body, BoundedPool]:
+        """The JSON object of a request, and the threads for work on it. Raises ApiError if it is
+        too large or does not come in BODY_SECONDS.
         """
         encoding = request.headers.get("content-encoding", "identity")
         if encoding.lower() != "identity":
             raise ApiError(415, f"the body has the encoding {encoding[:30]!r}: send plain JSON")
         limit = self.options.max_body
-        too_large = ApiError(413, f"the body is larger than {limit} bytes")
+        too_large = ApiError(413, f"the body is larger than {limit} bytes, the limit of --max-body")
         length = request.headers.get("content-length", "")
         if length.isascii() and length.isdigit() and int(length[:20]) > limit:
             raise too_large
@@ -343,7 +357,10 @@ class Endpoints:
         except ClientDisconnect as error:
             message = "the client closed the connection"
             raise ApiError(CLIENT_CLOSED_REQUEST, message) from error
-        return parse_body(bytes(data))
+        pool = self.pools.for_size(len(data))
+        if pool is self.pools.short:
+            return parse_body(bytes(data)), pool
+        return await pool.run(parse_body, bytes(data)), pool
 
 
 def has_long_preparation(body: Body) -> bool:
@@ -359,10 +376,9 @@ def has_long_preparation(body: Body) -> bool:
     )
 
 
-def has_grammar(body: Body) -> bool:
+def has_grammar(parsed: ApiRequest) -> bool:
     """Whether a grammar may have to be compiled, for a format or for a required call."""
-    has_format = any(name in body for name in ("response_format", "structured_outputs", "text"))
-    return has_format or body.get("tool_choice", "auto") not in ("auto", "none")
+    return any(each.params.structured_outputs is not None for each in parsed.requests)
 
 
 def parse_request_id(body: Body) -> str:

@@ -15,6 +15,7 @@ API_NAMES = {"max_new_tokens": "max_tokens"}
 # Status and type by the code of an EngineError.
 ENGINE_ERRORS = {
     "queue_full": (429, "rate_limit_error"),
+    "preparation_queue_full": (429, "rate_limit_error"),
     "grammar_queue_full": (429, "rate_limit_error"),
     "draining": (503, SERVER_ERROR),
     "engine_failed": (503, SERVER_ERROR),

@@ -1,5 +1,6 @@
 """The server as a thread, from a bound socket to the end of its last response."""
 
+import os
 import socket
 import ssl
 import stat
@@ -180,7 +181,10 @@ def tune_interpreter() -> None:
     """For a process that serves, once its model is loaded.
 
     The engine and HTTP share the interpreter: a thread that waits for it gets it after
-    SWITCH_SECONDS instead of 5 ms, which each write to a socket might wait for.
+    SWITCH_SECONDS instead of 5 ms, which each write to a socket might wait for. A text is
+    tokenized in the thread of its request: in the library's own, a short one would wait for the
+    long ones of others.
     """
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     sys.setswitchinterval(SWITCH_SECONDS)
     freeze_objects()

@@ -20,6 +20,7 @@ from maxtext.inference.server.bodies import (
 )
 from maxtext.inference.server.messages import MessageFormat
 from maxtext.inference.server.model import ServedModel
+from maxtext.inference.server.text_limits import check_text_length, encode_end
 from maxtext.inference.server.tools import ToolOptions, parse_tools
 from maxtext.inference.structured_outputs import StructuredOutputs, parse_response_format
 from maxtext.inference.validation import RequestError, check_range, check_whole_number, shorten
@@ -195,11 +196,12 @@ class RequestParser:
         prompts = parse_prompts(body)
         self.check_num_sequences(len(prompts), body.get("n", 1))
         token_ids = []
+        count = self.max_prompt_tokens(body)
         for each in prompts:
             if isinstance(each, str):
-                self.check_text_length(body, each)
-                each = self.model.encode(each, adds_specials)
-            token_ids.append(self.truncate(body, each))
+                token_ids.append(self.encode(each, adds_specials, count))
+            else:
+                token_ids.append(each if count is None else each[-count:])
         fields["prompt_logprobs"] = num_prompt_logprobs
         requests = []
         for index, ids in enumerate(token_ids):
@@ -248,9 +250,8 @@ class RequestParser:
         fields["structured_outputs"] = self.chat_constraint(
             tools, reasoning, fields.get("structured_outputs")
         )
-        self.check_text_length(body, text)
         adds_specials = flag(body, "add_special_tokens")
-        prompt_ids = self.truncate(body, self.model.encode(text, adds_specials))
+        prompt_ids = self.encode(text, adds_specials, self.max_prompt_tokens(body))
         max_tokens = self.max_tokens(body, len(prompt_ids), self.remaining(prompt_ids), at_least=1)
         params = SamplingParams(max_new_tokens=max_tokens, **fields)
         message_format = MessageFormat(tools, reasoning, self.model.tool_parser)
@@ -407,31 +408,31 @@ class RequestParser:
         """How many tokens the maximum length leaves after a prompt; one if it leaves none."""
         return max(self.model.max_length - len(prompt_ids), 1)
 
-    def check_text_length(self, body: Body, text: str) -> None:
-        """Raises RequestError for a text that exceeds the maximum length whatever its tokens are,
-        since it would take seconds for each megabyte to count them.
+    def encode(self, text: str, adds_specials: bool, count: int | None = None) -> list[int]:
+        """The ids of a text, or the last `count` of them. Raises RequestError for a text that is
+        too long whatever its tokens are.
         """
-        size = self.model.longest_token
-        if size is None or "truncate_prompt_tokens" in body:
-            return
-        at_least = -(-len(text) // size)
-        if at_least > self.model.max_length:
-            raise RequestError(
-                f"the maximum length is {self.model.max_length} tokens, but the prompt has at "
-                f"least {at_least} tokens",
-                code="context_length_exceeded",
-            )
 
-    def truncate(self, body: Body, token_ids: list[int]) -> list[int]:
-        """The last `truncate_prompt_tokens` ids; -1 is the maximum length."""
+        def encode(part: str) -> list[int]:
+            return self.model.encode(part, adds_specials)
+
+        if count is not None:
+            return encode_end(text, count, encode, self.model.longest_token)
+        check_text_length(text, self.model.max_length, self.model.longest_token)
+        return encode(text)
+
+    def max_prompt_tokens(self, body: Body) -> int | None:
+        """`truncate_prompt_tokens`: how many of the last ids of a prompt count; None: all. -1 is
+        the maximum length.
+        """
         name = "truncate_prompt_tokens"
         count = body.get(name)
         if count is None:
-            return token_ids
+            return None
         check_range(name, count, -1, self.model.max_length, whole=True)
         if count == 0:
             raise RequestError(f"{name} must be at least 1, or -1", name)
-        return token_ids[-(self.model.max_length - 1 if count < 0 else count) :]
+        return self.model.max_length - 1 if count < 0 else count
 
     def generation_request(
         self, body: Body, prompt_ids: list[int], params: SamplingParams

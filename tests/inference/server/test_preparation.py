@@ -1,0 +1,60 @@
+"""Long requests that are parsed and tokenized delay nobody else."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor, as_completed
+
+import httpx
+import pytest
+
+from maxtext.inference.server import preparation
+from tests.inference.server.local_server import run_server
+from tests.inference.server.test_server import MESSAGES, check_error, metric
+
+LONG_TEXT = "w5 " * 1000
+PATHS = ("/tokenize", "/v1/completions", "/v1/chat/completions")
+
+
+def body(path, text):
+    options = {"truncate_prompt_tokens": 5, "max_tokens": 1}
+    if path == "/v1/chat/completions":
+        return {"messages": [{"role": "user", "content": text}], **options}
+    return {"prompt": text} | ({} if path == "/tokenize" else options)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_long_texts_delay_no_short_request(llm, few_programs, monkeypatch, path):
+    """More of them than the threads of asyncio's pool, and one more than their queue takes."""
+    monkeypatch.setattr(preparation, "MAX_SHORT_BODY", 1000)
+    monkeypatch.setattr(preparation, "MAX_LONG_QUEUE", 40)
+    num_long = 40 + preparation.NUM_LONG_THREADS
+    may_go_on = threading.Event()
+    with run_server(llm) as (model, url):
+        names = ("encode_with_specials", "encode_prompt")
+        for name, encode in [(name, getattr(model.tokenizer, name)) for name in names]:
+
+            def blocking(text, encode=encode):
+                assert len(text) < 100 or may_go_on.wait(60)
+                return encode(text)
+
+            monkeypatch.setattr(model.tokenizer, name, blocking)
+        with (
+            httpx.Client(base_url=url, timeout=60) as http,
+            ThreadPoolExecutor(num_long + 1) as threads,
+        ):
+            calls = [
+                threads.submit(httpx.post, url + path, json=body(path, LONG_TEXT), timeout=60)
+                for _ in range(num_long + 1)
+            ]
+            try:
+                refused = next(as_completed(calls, timeout=60))
+                check_error(refused.result(), 429, "preparation_queue_full")
+                assert int(refused.result().headers["retry-after"]) >= 1
+                assert http.get("/health").status_code == 200
+                chat = {"messages": MESSAGES, "max_tokens": 1}
+                assert http.post("/v1/chat/completions", json=chat).status_code == 200
+                assert http.post("/tokenize", json={"prompt": "w5"}).json()["count"] == 2
+            finally:
+                may_go_on.set()
+            statuses = sorted(call.result().status_code for call in calls)
+            assert statuses == [200] * num_long + [429]
+            assert metric(http, "requests_rejected_total", reason="preparation_queue_full") == 1
