@@ -9,14 +9,18 @@ import ssl
 import subprocess
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import httpx
 import pytest
 
 from maxtext.common.errors import ConfigError
-from maxtext.inference.server import http_protocol
+from maxtext.inference.server import http_protocol, lifecycle
+from maxtext.inference.server.errors import ApiError
+from maxtext.inference.server.events import error_response
 from maxtext.inference.server.lifecycle import HttpServer, LoadingApp, Tls, bind
-from maxtext.inference.server.middleware import KeyMiddleware
+from maxtext.inference.server.middleware import KeyMiddleware, RequestMiddleware
 
 CHUNK = b"x" * 2**16
 
@@ -203,6 +207,68 @@ def test_needs_one_host(address):
         (b"GET /health HTTP/1.0\r\n\r\n", 503),
     ):
         check_error(exchange(address, request), status)
+
+
+async def refuse(scope, receive, send):
+    error = ApiError(413, "the body is too large")
+    await error_response(error)(scope, receive, send)
+
+
+def serve_with_ids(application):
+    """Under the middleware that all requests pass."""
+    engine = SimpleNamespace(arrival=contextlib.nullcontext)
+    metrics = SimpleNamespace(count_http=lambda *_: None)
+    return serve(RequestMiddleware(application, engine, metrics))
+
+
+@pytest.mark.parametrize("length", [b"Content-Length: 67108864", b"Transfer-Encoding: chunked"])
+def test_refused_body_ends_the_connection(monkeypatch, length):
+    """The client reads the error though it sends eight megabytes first. What it sends after that is
+    no request.
+    """
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n" + length + b"\r\n\r\n"
+    chunks = b"%x\r\n%s\r\n" % (len(CHUNK), CHUNK) * 128
+    hidden = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+    with serve_with_ids(refuse) as address:
+        start = time.monotonic()
+        response = exchange(address, head + chunks, hidden)
+        check_error(response, 413)
+        assert b"connection: close" in response.lower()
+        assert response.count(b"HTTP/1.1") == 1
+        check_error(exchange(address, head), 413)  # and sends nothing
+        assert time.monotonic() - start < http_protocol.LINGER_SECONDS
+        monkeypatch.setattr(http_protocol, "LINGER_SECONDS", 0.2)
+        with pytest.raises(ConnectionError):
+            send_forever(address, head, b"x", pause=0.05)
+        monkeypatch.setattr(http_protocol, "LINGER_SECONDS", 60)
+        monkeypatch.setattr(http_protocol, "MAX_LINGER_BYTES", 2**20)
+        with pytest.raises(ConnectionError):
+            send_forever(address, head, chunks)
+
+
+def send_forever(address, head, part, pause=0.0):
+    with socket.create_connection(address, timeout=10) as connection:
+        connection.sendall(head)
+        for _ in range(100):
+            connection.sendall(part)
+            time.sleep(pause)
+
+
+def test_refused_short_body_keeps_the_connection():
+    head = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n"
+    with serve_with_ids(refuse) as address:
+        requests = head + b"\r\n{}", head + b"Connection: close\r\n\r\n{}"
+        assert exchange(address, *requests).count(b"HTTP/1.1 413") == 2
+
+
+def test_end_of_the_server_is_an_error_of_the_api(monkeypatch):
+    """Of requests that are not finished in the time that connections have."""
+    monkeypatch.setattr(lifecycle, "CLOSE_SECONDS", 0.2)
+    app = WaitingApp()
+    with ThreadPoolExecutor(1) as thread, serve_with_ids(app) as (host, port):
+        call = thread.submit(httpx.post, f"http://{host}:{port}/v1/completions", json={})
+        assert app.started.wait(10)
+    assert (call.result().status_code, call.result().json()["error"]["code"]) == (503, "draining")
 
 
 class ReadingApp:

@@ -15,6 +15,10 @@ HEAD_SECONDS = 30.0  # from the connection, or the first byte of a request, to t
 BODY_SECONDS = 35.0  # from there to the end of the body; the application gives up earlier
 STALL_SECONDS = 30.0  # in which a client reads nothing of a response that waits for it
 MAX_HEAD_BYTES = 64 * 1024
+# For the rest of a body after a response that closes the connection: a connection that is closed
+# while data arrives is reset, and the client may lose the response.
+LINGER_SECONDS = 5.0
+MAX_LINGER_BYTES = 64 * 2**20
 MAX_PIPELINED = 16  # requests of a connection that wait for earlier responses while more is read
 
 
@@ -31,6 +35,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self.num_head_bytes = 0
         self.refusal = ApiError(400, "this is no valid HTTP request")
         self.running: Any = None  # the cycle of the response in progress; `cycle` is the newest
+        self.num_discarded: int | None = None  # bytes after the last response; None: before it
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -53,6 +58,11 @@ class LimitedProtocol(HttpToolsProtocol):
         self.request_timer = self.loop.call_later(seconds, self.end_slow_request)
 
     def data_received(self, data: bytes) -> None:
+        if self.num_discarded is not None:
+            self.num_discarded += len(data)
+            if self.num_discarded > MAX_LINGER_BYTES:
+                self.transport.abort()
+            return
         super().data_received(data)
         if self.in_head:
             self.num_head_bytes += len(data)
@@ -72,6 +82,8 @@ class LimitedProtocol(HttpToolsProtocol):
         self.in_head = False
         self.start_request_timer(BODY_SECONDS)
         super().on_headers_complete()
+        cycle: Any = self.cycle
+        cycle.transport = ResponseTransport(self, cycle)
         if self.pipeline and len(self.pipeline) <= MAX_PIPELINED:
             self.flow.resume_reading()  # else the end of the connection would not be noticed
 
@@ -133,9 +145,23 @@ class LimitedProtocol(HttpToolsProtocol):
         headers = b"content-type: application/json\r\nconnection: close\r\ncontent-length: "
         head = STATUS_LINE[error.status] + headers + str(len(body)).encode() + b"\r\n\r\n"
         self.transport.write(head + body)
-        self.transport.close()
+        self.linger()
 
     # Responses.
+
+    def linger(self) -> None:
+        """Close the connection when the client has closed its side, and no later than
+        LINGER_SECONDS; discard what it sends until then.
+        """
+        if self.transport.is_closing() or self.num_discarded is not None:
+            return
+        self.num_discarded = 0
+        self.flow.resume_reading()
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        if self.request_timer is not None:
+            self.request_timer.cancel()
+        self.request_timer = self.loop.call_later(LINGER_SECONDS, self.transport.close)
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -156,3 +182,22 @@ class LimitedProtocol(HttpToolsProtocol):
             self.transport.abort()
         else:
             self.start_write_timer()
+
+
+class ResponseTransport:
+    """What uvicorn writes a response to. Closing it leaves the client the time to read the response
+    if the body of the request is not complete.
+    """
+
+    def __init__(self, protocol: LimitedProtocol, cycle: Any):
+        self.protocol = protocol
+        self.cycle = cycle
+        self.inner = protocol.transport
+        self.write = self.inner.write
+        self.is_closing = self.inner.is_closing
+
+    def close(self) -> None:
+        if self.cycle.more_body:
+            self.protocol.linger()
+        else:
+            self.inner.close()

@@ -26,6 +26,7 @@ AsgiApp = Callable[[Any, Receive, Send], Awaitable[None]]
 # Paths that need no key.
 OPEN_PATHS = {"/", "/health", "/ping", "/version", "/metrics"}
 MAX_PATH = 200  # characters of a path that the log shows
+MAX_UNREAD = 64 * 1024  # bytes of a body, which are read even if the response is an error
 MAX_STARTS = 8  # requests in one turn of the event loop
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
@@ -36,7 +37,9 @@ def is_request_id(text: str) -> bool:
 
 class RequestMiddleware:
     """Gives each request an id, in its state and in the header X-Request-Id of the response, and
-    counts responses. An exception that reaches it becomes an error response, if none has begun.
+    counts responses. An exception that reaches it becomes an error response, if none has begun; so
+    does the end of the server. A response that comes before a large body has been read closes the
+    connection.
     """
 
     def __init__(
@@ -62,17 +65,28 @@ class RequestMiddleware:
             await self.app(scope, receive, send)
             return
         scope["root_path"] = self.root_path
-        given = Headers(scope=scope).get("x-request-id", "")
+        headers = Headers(scope=scope)
+        given = headers.get("x-request-id", "")
         request_id = given if is_request_id(given) else new_id()
         state = scope.setdefault("state", {})
         state["request_id"] = request_id  # the field request_id of a body may replace it
         status = 0
+        has_rest = has_large_body(headers)
+
+        async def receive_body() -> Any:
+            nonlocal has_rest
+            message = await receive()
+            has_rest = has_rest and message.get("more_body", False)
+            return message
 
         async def send_with_id(message: Any) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message)["X-Request-Id"] = state["request_id"]
+                response_headers = MutableHeaders(scope=message)
+                response_headers["X-Request-Id"] = state["request_id"]
+                if has_rest:
+                    response_headers["Connection"] = "close"
             await send(message)
 
         try:
@@ -80,17 +94,30 @@ class RequestMiddleware:
                 with self.engine.arrival():
                     async with self.turn:
                         await asyncio.sleep(0)
-            await self.app(scope, receive, send_with_id)
+            await self.app(scope, receive_body, send_with_id)
         except Exception as error:
             response = error_response(ApiError.from_exception(error, state["request_id"]))
             if not status:
                 await response(scope, receive, send_with_id)
+        except asyncio.CancelledError:  # the server ends
+            if not status:
+                draining = AsyncEngine.draining_error()
+                response = error_response(ApiError.from_exception(draining, state["request_id"]))
+                await response(scope, receive, send_with_id)
+            raise
         finally:
             path = getattr(scope.get("route"), "path", "other")
             self.metrics.count_http(path, status)
             if self.log_requests:
                 shown = quote(scope["path"], safe="/:@.-_~")[:MAX_PATH]
                 LOGGER.info("%s %s %s %d", state["request_id"], scope["method"], shown, status)
+
+
+def has_large_body(headers: Headers) -> bool:
+    """Whether the body of a request may have more than MAX_UNREAD bytes."""
+    length = headers.get("content-length", "0")
+    is_small = length.isascii() and length.isdigit() and int(length[:20]) <= MAX_UNREAD
+    return not is_small or "transfer-encoding" in headers
 
 
 class CorsMiddleware(CORSMiddleware):
