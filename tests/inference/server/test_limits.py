@@ -205,6 +205,10 @@ def test_needs_one_host(address):
         (b"GET /health HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n", 400),
         (b"GET /health HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n", 503),
         (b"GET /health HTTP/1.0\r\n\r\n", 503),
+        # RFC 9112, section 3.2.2: the host of an absolute target replaces Host.
+        (b"GET HTTP://evil.test/health HTTP/1.1\r\nHost: a\r\n\r\n", 400),
+        (b"GET http://A:1/health HTTP/1.1\r\nHost: a:1\r\nConnection: close\r\n\r\n", 503),
+        (b"GET /?http://evil.test HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n", 503),
     ):
         check_error(exchange(address, request), status)
 

@@ -70,6 +70,19 @@ def test_pages_of_other_origins_send_no_requests(method, headers, expected):
     assert status(app, method, "/v1/completions", **headers) == expected
 
 
+def test_two_origins_are_refused():
+    app = OriginMiddleware(application)
+    headers = [("Origin", "http://server"), ("Origin", "http://evil.test")]
+
+    async def request(headers):
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+            return await client.post("/v1/completions", headers=headers)
+
+    assert asyncio.run(request(headers)).status_code == 403
+    assert asyncio.run(request(headers[:1])).status_code == 204
+
+
 def test_any_page_may_be_allowed():
     app = OriginMiddleware(application, ["*"])
     for origin in ("http://any.test", "null"):
@@ -101,6 +114,11 @@ def test_any_page_may_be_allowed():
         ("listened.test.evil.test", 403),
         ("listened.test@evil.test", 403),
         ("evil.test#localhost", 403),
+        ("evil.test\\.localhost", 403),
+        ("evil.test,.localhost", 403),
+        ("evil.test%2f.localhost", 403),
+        ("..localhost", 403),
+        (".", 403),
         ("localhost:8000:evil.test", 403),
         ("[::1", 403),
         ("::1", 403),

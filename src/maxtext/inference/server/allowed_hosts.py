@@ -16,7 +16,10 @@ from maxtext.inference.server.errors import ApiError
 from maxtext.inference.server.events import Receive, Send, error_response
 from maxtext.inference.server.middleware import AsgiApp, route_path
 
-NETLOC = re.compile(r"(?P<name>\[[^\[\]@/?#]*\]|[^\[\]:@/?#\s]*)(?::(?P<port>\d+))?")
+# A name, or an IPv6 address in brackets; and a port.
+NETLOC = re.compile(
+    r"(?P<name>\[[^\[\]@/?#\s]+\]|[\w-]+(?:\.[\w-]+)*\.?)(?::(?P<port>\d{1,5}))?", re.ASCII
+)
 # Load balancers ask for them under any name, and a page learns nothing from them.
 PROBE_PATHS = {"/health", "/ping"}
 ANY = "*"
@@ -72,6 +75,8 @@ class OriginMiddleware:
 
     def allows(self, method: str, headers: Headers) -> bool:
         origin = headers.get("origin")
+        if len(headers.getlist("origin")) > 1:  # no browser sends two
+            return False
         if ANY in self.allowed_origins or origin in self.allowed_origins:
             return True
         if origin is None:

@@ -4,6 +4,7 @@ uvicorn itself waits for heads and bodies of requests, and for readers of respon
 """
 
 import asyncio
+import re
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
@@ -15,6 +16,8 @@ HEAD_SECONDS = 30.0  # from the connection, or the first byte of a request, to t
 BODY_SECONDS = 35.0  # from there to the end of the body; the application gives up earlier
 STALL_SECONDS = 30.0  # in which a client reads nothing of a response that waits for it
 MAX_HEAD_BYTES = 64 * 1024
+# The host of such a target counts, not the header Host, which the application checks.
+ABSOLUTE_TARGET = re.compile(rb"[a-zA-Z][\w+.-]*://(?P<host>[^/?#]*)")
 # For the rest of a body after a response that closes the connection: a connection that is closed
 # while data arrives is reset, and the client may lose the response.
 LINGER_SECONDS = 5.0
@@ -120,6 +123,9 @@ class LimitedProtocol(HttpToolsProtocol):
         num_hosts = len(values[b"host"])
         if num_hosts > 1 or (not num_hosts and self.parser.get_http_version() != "1.0"):
             return ApiError(400, f"the request has {num_hosts} headers Host: send one")
+        target = ABSOLUTE_TARGET.match(self.url)
+        if target is not None and values[b"host"] != [target["host"].lower()]:
+            return ApiError(400, "the target of the request and its header Host are two servers")
         if values[b"transfer-encoding"] not in ([], [b"chunked"]):
             return ApiError(400, "the body has a transfer coding: send plain JSON, or chunks of it")
         return None
