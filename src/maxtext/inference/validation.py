@@ -13,6 +13,7 @@ from typing import Any
 from maxtext.common.errors import UserError
 
 MAX_SHOWN = 60  # characters of a value in a message
+MAX_BIASES = 100_000  # tokens of logit_bias
 
 
 class RequestError(UserError):
@@ -96,6 +97,8 @@ def check_logit_bias(name: str, value: Any, limit: float) -> dict[int, float]:
         raise RequestError(
             f'{name} must be an object such as {{"50256": -100}}, not {shorten(value)}', name
         )
+    if len(value) > MAX_BIASES:
+        raise RequestError(f"{name} has {len(value)} tokens: {MAX_BIASES} are the most", name)
     biases = {}
     for token, bias in value.items():
         is_text = isinstance(token, str) and token.isascii() and token.isdigit()

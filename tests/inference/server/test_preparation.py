@@ -41,6 +41,9 @@ def test_long_texts_delay_no_short_request(llm, few_programs, monkeypatch, path)
             httpx.Client(base_url=url, timeout=60) as http,
             ThreadPoolExecutor(num_long + 1) as threads,
         ):
+            for _ in range(num_long):  # clients that leave give up their places
+                with pytest.raises(httpx.TimeoutException):
+                    http.post(path, json=body(path, LONG_TEXT), timeout=0.01)
             calls = [
                 threads.submit(httpx.post, url + path, json=body(path, LONG_TEXT), timeout=60)
                 for _ in range(num_long + 1)
@@ -55,6 +58,10 @@ def test_long_texts_delay_no_short_request(llm, few_programs, monkeypatch, path)
                 assert http.post("/tokenize", json={"prompt": "w5"}).json()["count"] == 2
             finally:
                 may_go_on.set()
-            statuses = sorted(call.result().status_code for call in calls)
-            assert statuses == [200] * num_long + [429]
-            assert metric(http, "requests_rejected_total", reason="preparation_queue_full") == 1
+            statuses = [call.result().status_code for call in calls]
+            num_refused = statuses.count(429)
+            # Two threads may still work for clients that have left.
+            assert 1 <= num_refused <= 3
+            assert statuses.count(200) == len(calls) - num_refused
+            name = "requests_rejected_total"
+            assert metric(http, name, reason="preparation_queue_full") == num_refused

@@ -47,6 +47,7 @@ def parser():
     ("data", "reason"),
     [
         (b"{", "not JSON"),
+        (b'{"a": "b', "unterminated string starting at character 6"),
         (b"[]", "object"),
         (b"\xff\xfe", "not UTF-8"),
         (b'\xef\xbb\xbf{"a": 1}', "not JSON"),

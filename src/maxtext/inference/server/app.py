@@ -241,7 +241,8 @@ class Endpoints:
         self.model.find(body.get("model"))
         if "request_id" in body:
             request.state.request_id = parse_request_id(body)
-        parsed, prepared = await self.prepare(body, pool, parse)
+        prepare = self.prepare(body, pool, parse)
+        parsed, prepared = await run_while_connected(request.receive, prepare)
         self.log_request(request.state.request_id, parsed)
         timeout = self.options.request_timeout or None
         active = ActiveRequest(self.model.engine, prepared, self.metrics, timeout)
@@ -296,7 +297,7 @@ class Endpoints:
     async def tokenize(self, request: Request) -> Response:
         body, pool = await self.read_body(request)
         self.model.find(body.get("model"))
-        return await pool.run(self.tokenize_body, body)
+        return await run_while_connected(request.receive, pool.run(self.tokenize_body, body))
 
     def tokenize_body(self, body: Body) -> Response:
         if "messages" in body:
@@ -318,7 +319,7 @@ class Endpoints:
     async def detokenize(self, request: Request) -> Response:
         body, pool = await self.read_body(request)
         self.model.find(body.get("model"))
-        return await pool.run(self.detokenize_body, body)
+        return await run_while_connected(request.receive, pool.run(self.detokenize_body, body))
 
     def detokenize_body(self, body: Body) -> Response:
         tokens = check_token_ids("tokens", body.get("tokens"))
@@ -360,7 +361,8 @@ class Endpoints:
         pool = self.pools.for_size(len(data))
         if pool is self.pools.short:
             return parse_body(bytes(data)), pool
-        return await pool.run(parse_body, bytes(data)), pool
+        parse = pool.run(parse_body, bytes(data))
+        return await run_while_connected(request.receive, parse), pool
 
 
 def has_long_preparation(body: Body) -> bool:

@@ -45,9 +45,9 @@ def parse_body(data: bytes) -> dict[str, Any]:
     except RecursionError as error:
         raise RequestError("the body is nested too deeply") from error
     except json.JSONDecodeError as error:
-        raise RequestError(
-            f"the body is not JSON: {error.msg[:1].lower()}{error.msg[1:]} at character {error.pos}"
-        ) from error
+        reason = f"{error.msg[:1].lower()}{error.msg[1:]}".removesuffix(" at")
+        message = f"the body is not JSON: {reason} at character {error.pos}"
+        raise RequestError(message) from error
     except ValueError as error:  # of int()
         raise RequestError("the body has a number of too many digits") from error
     if not isinstance(body, dict):

@@ -32,7 +32,7 @@ class BoundedPool:
         """
         with self.lock:
             if self.num_pending >= self.capacity:
-                message = f"the queue is full: {self.num_pending} requests are being tokenized"
+                message = f"the queue is full: {self.num_pending} requests are being prepared"
                 raise EngineError(message, "preparation_queue_full", RETRY_SECONDS)
             self.num_pending += 1
         future = self.executor.submit(function, *args)
