@@ -1,18 +1,25 @@
 """`maxtext serve`: flags, errors before weights are loaded, and the life of the process."""
 
 import json
+import logging
+import math
 import re
 import signal
 import socket
 import subprocess
 import sys
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
+import httpx
 import pytest
 
+from maxtext.cli import generation
 from maxtext.cli.main import main
-from maxtext.cli.serve import parse_arguments
+from maxtext.cli.serve import parse_arguments, print_ready
+from maxtext.cli.terminal import CountBar
 from maxtext.cli.vllm_flags import KEYS, REFUSED, SWITCHES
 from maxtext.common.errors import ConfigError
 from maxtext.configs.types import MaxTextConfig
@@ -21,6 +28,7 @@ TINY = ["model_name=qwen3-0.6b", "override_model_config=true", "base_emb_dim=32"
 TINY += ["base_num_query_heads=2", "base_num_kv_heads=1", "head_dim=16", "base_mlp_dim=48"]
 TINY += ["base_num_decoder_layers=1", "vocab_size=290", "tokenizer_path=byte"]
 TINY += ["max_target_length=256", "per_device_batch_size=2", "attention=dot_product"]
+READY = re.compile("serving qwen3-0.6b at http")
 # Browsers send none of them, so they would match nothing.
 WRONG_HOSTS = ["http://page.test", "page.test/", "*.page.test", "page.test:x", "a b", "a@b"]
 WRONG_ORIGINS = ["page.test", "http://page.test/", "http://page.test/chat", "http://Page.test"]
@@ -212,6 +220,31 @@ def test_errors_come_before_weights_are_loaded(tmp_path, capsys):
     assert "no socket" in capsys.readouterr().err
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux")
+def test_full_disk_does_not_end_the_server(monkeypatch):
+    """Nor does a log that nobody reads: neither in the first lines nor in later ones."""
+    model = SimpleNamespace(
+        engine=SimpleNamespace(engine=SimpleNamespace(cache_config=SimpleNamespace(slots=4))),
+        max_length=256,
+        sampling_defaults={},
+    )
+    full = open("/dev/full", "w")  # noqa: SIM115 - closing it fails, too
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        monkeypatch.setattr(sys, "stderr", full)
+        print_ready(parse_arguments(["models/tiny"]), model, listener)
+        generation.note("the tokenizer is that of the folder")
+        bar = CountBar()
+        bar.logged_at = -math.inf
+        bar(1, 2, "compiling")
+        handler = logging.StreamHandler(full)
+        record = logging.makeLogRecord({"msg": "draining, 0 running"})
+        for _ in range(1000):
+            handler.handle(record)
+        monkeypatch.undo()
+    with pytest.raises(OSError, match="No space"):
+        full.close()
+
+
 SLOW_LOAD = """
 import sys, time
 from maxtext.cli import entry, serve
@@ -264,6 +297,52 @@ def test_sigterm_while_the_model_is_loading_is_no_failure(program, tmp_path):
     finally:
         process.kill()
         process.wait()
+
+
+# A prefill takes as long as a program that is compiled.
+SLOW_PREFILL = """
+import sys, time
+from maxtext.cli import entry
+from maxtext.inference.executor import Executor
+def prefill(*args):
+    print("compiling", flush=True)
+    time.sleep(600)
+Executor.prefill = prefill
+entry.entry()
+"""
+
+
+@pytest.mark.slow
+def test_sigterm_while_a_program_is_compiled(tmp_path):
+    """All requests get an error of the API, and the process ends without its engine."""
+    keys = [key.replace("batch_size=2", "batch_size=1") for key in TINY]
+    command = [sys.executable, "-c", SLOW_PREFILL, "serve", "qwen3-0.6b", *keys]
+    command += ["--port", "0", "--drain-timeout", "1"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        address = re.search(r"at (http\S+)", next(filter(READY.match, process.stderr)))[1]
+        with ThreadPoolExecutor(3) as threads:
+            body = {"prompt": "ab", "max_tokens": 5}
+            calls = [
+                threads.submit(httpx.post, f"{address}/completions", json=body, timeout=60)
+                for _ in range(3)
+            ]
+            assert process.stdout.readline() == "compiling\n"
+            metrics = address.replace("/v1", "/metrics")
+            while not re.search("num_requests_waiting.* 3.0", httpx.get(metrics).text):
+                assert not any(call.done() for call in calls)
+            process.send_signal(signal.SIGTERM)
+            for call in calls:
+                response = call.result()
+                assert response.status_code == 503
+                assert response.json()["error"]["code"] == "draining"
+        _, errors = process.communicate(timeout=20)
+        assert "draining, 1 running; dropped 2 waiting" in errors
+        assert "Traceback" not in errors
+        assert process.returncode == 1
+    finally:
+        process.kill()
+        process.communicate()
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -290,6 +291,39 @@ def test_drain_that_takes_too_long(llm):
     with pytest.raises(EngineError, match="shutting down"):
         list(stream)
     engine.close()
+
+
+def test_drain_while_a_program_is_compiled(llm, monkeypatch, caplog):
+    """Nobody waits for the engine's thread: not the consumers, and not the end of the process."""
+    engine = AsyncEngine(llm, slots=8, length=128)
+    compiles, may_go_on = threading.Event(), threading.Event()
+    prefill = Executor.prefill
+
+    def slow_prefill(*arguments):
+        compiles.set()
+        assert may_go_on.wait(60)
+        return prefill(*arguments)
+
+    monkeypatch.setattr(Executor, "prefill", slow_prefill)
+    try:
+        running = engine.submit(GenerationRequest("w5", SamplingParams(n=8, **LONG)))
+        assert compiles.wait(60)
+        waiting = [engine.submit(GenerationRequest("w6", SamplingParams(**LONG))) for _ in range(3)]
+        with ThreadPoolExecutor(1) as thread:
+            drained = thread.submit(engine.drain, 1.0)
+            for stream in waiting:
+                with pytest.raises(EngineError, match="shutting down"):
+                    list(stream)
+            assert not drained.done()
+            assert not drained.result()
+        with pytest.raises(EngineError, match="shutting down"):
+            list(running)
+        assert "draining, 1 running" in caplog.text
+        assert not engine.close(timeout=0.1)
+    finally:
+        may_go_on.set()
+    assert engine.close(timeout=60)
+    assert is_free(engine)
 
 
 def test_failed_engine_is_created_again_once(llm, monkeypatch):

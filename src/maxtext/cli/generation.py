@@ -241,7 +241,7 @@ def dim(text: str, stream: TextIO) -> str:
 
 def note(text: str) -> None:
     """A line on standard error, dimmed: it is not part of what the model generates."""
-    print(dim(text, sys.stderr), file=sys.stderr, flush=True)
+    log.print_status(dim(text, sys.stderr))
 
 
 def write(text: str, style: str = "") -> None:

@@ -6,7 +6,6 @@ import logging
 import os
 import re
 import socket
-import sys
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +25,7 @@ from maxtext.common.descriptors import raise_descriptor_limit
 from maxtext.common.errors import ConfigError
 from maxtext.common.extras import require
 from maxtext.common.hub import model_name
-from maxtext.common.log import LOGGER
+from maxtext.common.log import LOGGER, print_status
 from maxtext.configs.types import MaxTextConfig
 
 if TYPE_CHECKING:
@@ -34,6 +33,9 @@ if TYPE_CHECKING:
     from maxtext.inference.server.lifecycle import HttpServer, Tls
     from maxtext.inference.server.model import ServedModel
 
+ENGINE_SECONDS = (
+    5.0  # for a step of the engine when the server ends; one that compiles may take more
+)
 KEY_VARIABLE = "MAXTEXT_API_KEY"
 ALLOWED_HOST = re.compile(r"\*|(\.?[\w-]+(\.[\w-]+)*|\[[0-9a-f:]+\])(:[0-9]+)?", re.ASCII)
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s?#@A-Z]+")  # of a page; browsers send lower case
@@ -76,11 +78,15 @@ def run(args: list[str]) -> int:
         refuse_useless(model.config, "serve", USELESS)
         listener = open_listener(parsed)
     try:
-        return serve(parsed, model, listener)
+        code, has_ended = serve(parsed, model, listener)
     finally:
         listener.close()
         if parsed.uds is not None:
             Path(parsed.uds).unlink(missing_ok=True)
+    if not has_ended:
+        LOGGER.warning("the engine is still compiling: the process ends without it")
+        signals.end_process(code)
+    return code
 
 
 def open_listener(parsed: ServeArguments) -> socket.socket:
@@ -90,8 +96,12 @@ def open_listener(parsed: ServeArguments) -> socket.socket:
     return bind(parsed.host, parsed.port) if parsed.uds is None else bind_unix(parsed.uds)
 
 
-def serve(parsed: ServeArguments, model: ResolvedModel, listener: socket.socket) -> int:
-    """Listen, load the model and serve it until a signal comes; returns the exit code."""
+def serve(
+    parsed: ServeArguments, model: ResolvedModel, listener: socket.socket
+) -> tuple[int, bool]:
+    """Listen, load the model and serve it until a signal comes; returns the exit code, and whether
+    the engine's thread has ended.
+    """
     from maxtext.inference.server.app import build_app
     from maxtext.inference.server.lifecycle import HttpServer, LoadingApp, tune_interpreter
 
@@ -112,7 +122,9 @@ def serve(parsed: ServeArguments, model: ResolvedModel, listener: socket.socket)
         server.stop()
 
 
-def serve_until_signal(parsed: ServeArguments, served: "ServedModel", server: "HttpServer") -> int:
+def serve_until_signal(
+    parsed: ServeArguments, served: "ServedModel", server: "HttpServer"
+) -> tuple[int, bool]:
     from maxtext.inference.server.lifecycle import wait_until_stopped
 
     stop = threading.Event()
@@ -129,8 +141,8 @@ def serve_until_signal(parsed: ServeArguments, served: "ServedModel", server: "H
         if is_clean:
             is_clean = served.engine.drain(parsed.drain_timeout)
         server.stop()
-        served.engine.close()
-    return 0 if is_clean else 1
+        has_ended = served.engine.close(ENGINE_SECONDS)
+    return 0 if is_clean else 1, has_ended
 
 
 def build_model(parsed: ServeArguments, session: GenerationSession) -> "ServedModel":
@@ -181,7 +193,7 @@ def print_ready(parsed: ServeArguments, model: "ServedModel", listener: socket.s
     is_local = parsed.uds is not None or is_loopback(parsed.host)
     if not is_local and not parsed.options.api_keys:
         lines.append(f"everybody who reaches {parsed.host} may use it: --api-key protects it")
-    print("\n".join(lines), file=sys.stderr, flush=True)
+    print_status("\n".join(lines))
 
 
 def parse_arguments(args: list[str]) -> ServeArguments:

@@ -5,6 +5,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from maxtext.common.log import print_status
+
 LOG_SECONDS = 10.0  # between two lines of progress where there is no terminal
 
 
@@ -103,5 +105,5 @@ class CountBar:
             self.bar.update(self.task, completed=done, total=total)
         elif time.monotonic() - self.logged_at >= LOG_SECONDS:
             self.logged_at = time.monotonic()
-            print(f"{description}: {done:,} of {total:,}", file=sys.stderr, flush=True)
+            print_status(f"{description}: {done:,} of {total:,}")
         self.description = description

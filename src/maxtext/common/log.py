@@ -18,6 +18,14 @@ def log_once(message: str) -> None:
     LOGGER.info(message)
 
 
+def print_status(text: str) -> None:
+    """Print lines to standard error. Like the logger, it goes on if the disk is full or nobody
+    reads: a service does not end because of its log.
+    """
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
+
+
 class ProcessFilter(logging.Filter):
     """Adds `process_mark` to records: `[3/8] ` in a run of several processes, else empty."""
 

@@ -248,3 +248,13 @@ def exit_now(number: int) -> NoReturn:
     with contextlib.suppress(OSError):
         os.write(2, b"\r\x1b[K" + line if os.isatty(2) else line)
     os._exit(error.exit_code)
+
+
+def end_process(code: int) -> NoReturn:
+    """End the process after its cleanup, without waiting for threads: one may be in C++ for
+    minutes.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os._exit(code)

@@ -82,8 +82,9 @@ class AsyncEngine:
         self.engine = llm.engine_for(*self.size)
         self.capacity = self.engine.cache_config.slots + max_queue
         self.commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self.lock = threading.Lock()  # of the next three
-        self.num_open = 0  # sequences of unfinished requests
+        self.lock = threading.Lock()  # of the next four
+        self.open_streams: dict[int, BaseStream] = {}  # of unfinished requests, by id
+        self.num_open = 0  # their unfinished sequences
         self.num_arriving = 0  # requests that are received but not submitted
         self.status = "ready"  # draining, engine_failed
         self.request_ids = itertools.count()
@@ -157,6 +158,8 @@ class AsyncEngine:
         deadline = float("inf") if timeout is None else time.monotonic() + timeout
         prompt_ids = tuple(map(int, request.prompt))
         stream = kind(next(self.request_ids), prompt_ids, num_choices, self.cancel, deadline)
+        with self.lock:
+            self.open_streams[stream.request_id] = stream
         self.commands.put(lambda: self.start(stream, prepared))
         return stream
 
@@ -189,23 +192,53 @@ class AsyncEngine:
     def drain(self, timeout: float) -> bool:
         """Accept no more requests, drop those that wait, and wait for the running ones. After
         `timeout` seconds these are dropped, too; returns whether all of them were finished.
+
+        Consumers receive the error at once, even if the engine's thread is in a step that compiles
+        a program.
         """
         with self.lock:
             if self.status == "ready":
                 self.status = "draining"
-        self.commands.put(self.drop_waiting)
+            open_streams = list(self.open_streams.values())
+        waiting = [stream for stream in open_streams if not self.has_begun(stream)]
+        self.end_streams(waiting)
+        num_running = len(open_streams) - len(waiting)
+        LOGGER.warning("draining, %d running; dropped %d waiting", num_running, len(waiting))
         finished = self.idle.wait(timeout)
         if not finished:
-            self.commands.put(lambda: self.end_all(self.draining_error()))
+            with self.lock:
+                open_streams = list(self.open_streams.values())
+            LOGGER.warning("%d were not finished after %g seconds", len(open_streams), timeout)
+            self.end_streams(open_streams)
         return finished
 
-    def close(self) -> None:
-        """End the thread. Unfinished requests are dropped."""
+    def has_begun(self, stream: BaseStream) -> bool:
+        """Whether a choice of a request has a slot, or had one. The engine's thread may be in a
+        step.
+        """
+        sequence_ids = set(self.session.sequences.get(stream.request_id, ()))
+        running = {sequence.request_id for sequence in list(self.engine.scheduler.running)}
+        return bool(stream.num_put or sequence_ids & running)
+
+    def end_streams(self, streams: Iterable[BaseStream]) -> None:
+        """Drop requests because the engine shuts down. Their streams end now; what the engine
+        knows of them, after the step in progress.
+        """
+        error = self.draining_error()
+        for stream in streams:
+            send([(stream, error)], stream.loop)
+            self.cancel(stream.request_id)
+
+    def close(self, timeout: float | None = None) -> bool:
+        """End the thread. Unfinished requests are dropped. Returns False if a step, which may
+        compile a program, takes longer than `timeout` seconds.
+        """
         with self.lock:
             if self.status == "ready":
                 self.status = "draining"
         self.commands.put(None)
-        self.thread.join()
+        self.thread.join(timeout)
+        return not self.thread.is_alive()
 
     @staticmethod
     def draining_error() -> EngineError:
@@ -345,24 +378,17 @@ class AsyncEngine:
         for request_id in list(self.streams):
             self.end(request_id, error)
 
-    def drop_waiting(self) -> None:
-        """Drop requests of which no choice has started."""
-        for request_id in list(self.held):
-            self.end(request_id, self.draining_error())
-        waiting = {sequence.request_id for sequence in self.engine.scheduler.waiting}
-        for request_id, sequence_ids in list(self.session.sequences.items()):
-            has_finished = len(sequence_ids) < self.streams[request_id].num_choices
-            if sequence_ids <= waiting and not has_finished:
-                self.end(request_id, self.draining_error())
-
     def count_finished(self, stream: BaseStream, count: int) -> None:
         """Count finished choices, and forget the stream after its last."""
-        if stream.request_id not in self.session.sequences:
+        is_last = stream.request_id not in self.session.sequences
+        if is_last:
             self.streams.pop(stream.request_id, None)
         now = time.monotonic()
         self.seconds_per_request += 0.1 * (now - self.finished_at - self.seconds_per_request)
         self.finished_at = now
         with self.lock:
+            if is_last:
+                self.open_streams.pop(stream.request_id, None)
             self.num_open -= count
             if not self.num_open:
                 self.idle.set()
@@ -388,12 +414,7 @@ class AsyncEngine:
             by_loop[stream.loop].append((stream, item))
         self.events = []
         for loop, events in by_loop.items():
-            if loop is None:
-                put_all(events)
-                continue
-            try:
-                loop.call_soon_threadsafe(put_all, events)
-            except RuntimeError:  # the loop is closed: nobody reads
+            if not send(events, loop):  # nobody reads
                 for stream, _ in events:
                     self.end(stream.request_id, END)
 
@@ -435,6 +456,20 @@ class AsyncEngine:
             return ()
         slots = {sequence.adapter_slot for sequence in sequences}
         return tuple(sorted(name for name, adapter in loaded.items() if adapter.slot in slots))
+
+
+def send(events: Iterable[Event], loop: Any) -> bool:
+    """Put items into their streams, in the thread of their event loop, if they have one; returns
+    False if the loop is closed.
+    """
+    if loop is None:
+        put_all(events)
+        return True
+    try:
+        loop.call_soon_threadsafe(put_all, events)
+    except RuntimeError:
+        return False
+    return True
 
 
 def put_all(events: Iterable[Event]) -> None:
