@@ -1,19 +1,22 @@
 """A server under mixed load for a while: does it grow, and does it ever fail?
 
     python benchmarks/soak.py [--minutes 5] [--warmup 3] [--streams 12] [--seed 0]
+                              [--max-programs 24]
 
-Starts `maxtext serve` of a tiny model with random weights, with sizes that need few programs, since
-every combination of shapes and options is compiled once, and with too few KV blocks for all slots,
-so that sequences are preempted. Sends streamed and whole completions,
-chats, requests with grammars, requests whose client leaves, and bad requests, first for the
-warm-up, in which programs are compiled, then for the measured minutes. Every ten seconds it prints
-resident memory, file descriptors and threads of the server, and what was sent. The exit code is 1
-if a status is not the expected one, if a 5xx comes, if KV blocks are in use at the end, or if
-memory, descriptors or threads have grown: their maximum in the second half of the measured time
-exceeds that in the first half by more than 5% and 16 MiB, 8 descriptors or 2 threads.
+Starts `maxtext serve` of a tiny model with random weights, with sizes that need few programs, and
+with too few KV blocks for all slots, so that sequences are preempted. The server keeps
+`--max-programs` compiled programs of prefill and of decode, fewer than the requests need, so that
+programs are dropped and compiled again all the time. Sends streamed and whole completions, chats,
+requests with grammars, long texts, large bodies, requests whose client leaves, and bad requests,
+first for the warm-up, then for the measured minutes. Every ten seconds it prints resident memory,
+file descriptors, threads and compiled programs of the server, and what was sent. The exit code is 1
+if a status is not the expected one, if a 5xx comes, if KV blocks are in use at the end, if there
+are more programs than may be, or if memory, descriptors or threads have grown: their maximum in the
+second half of the measured time exceeds that in the first half by more than 5% and 16 MiB, 8
+descriptors or 2 threads.
 
 With JAX_COMPILATION_CACHE_DIR and JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 in the environment,
-a second run compiles nothing.
+a second run reads programs instead of compiling them.
 """
 
 import argparse
@@ -48,6 +51,13 @@ SCHEMA = {
     "required": ["name", "ok"],
     "additionalProperties": False,
 }
+SERVER = """
+import sys
+from maxtext.cli import entry
+from maxtext.inference import program_cache
+program_cache.MAX_PROGRAMS = int(sys.argv.pop(1))
+entry.entry()
+"""
 BAD = [  # body, status
     (b"{", 400),
     (b'{"prompt": NaN}', 400),
@@ -57,12 +67,16 @@ BAD = [  # body, status
     (b'{"prompt": "a", "model": "other"}', 404),
     (b'{"prompt": "a", "structured_outputs": {"regex": "("}}', 400),
     (b"[" * 100000, 400),
+    (b'{"prompt": "a", "unknown": [' + b"[]," * 200000 + b"[]]}", 400),
+    (b'{"prompt": "' + b"a" * 4000000 + b'"}', 400),
+    (b'{"prompt": "' + b"a" * 5000000 + b'"}', 413),
 ]
 
 
-def start_server(log):
+def start_server(log, max_programs):
     """(process, address) of `maxtext serve` on a free port."""
-    command = [sys.executable, "-m", "maxtext", "serve", "qwen3-0.6b", "--port", "0"]
+    command = [sys.executable, "-c", SERVER, str(max_programs), "serve", "qwen3-0.6b"]
+    command += ["--port", "0"]
     process = subprocess.Popen([*command, "--api-key", KEY, *MODEL], stdout=log, stderr=log)
     end = time.monotonic() + 180
     while time.monotonic() < end and process.poll() is None:
@@ -99,6 +113,7 @@ class Soak:
 
     async def run_stream(self):
         kinds = [self.complete, self.complete, self.chat, self.constrain, self.leave, self.fail]
+        kinds += [self.truncate]
         while time.monotonic() < self.end:
             kind = self.random.choice(kinds)
             await kind()
@@ -141,6 +156,11 @@ class Soak:
         )
         await self.post("/v1/completions", {**self.body(), "max_tokens": 48, **extra})
 
+    async def truncate(self):
+        """The end of a text of up to 2 MB."""
+        text = "".join(self.random.choices("abcdef ", k=1000)) * self.random.randint(1, 2000)
+        await self.post("/v1/completions", {"prompt": text, "truncate_prompt_tokens": 8})
+
     async def leave(self):
         """Close the connection while the request waits or runs."""
         loop = asyncio.get_running_loop()
@@ -170,11 +190,17 @@ async def soak(process, target, options):
     while not streams.done():
         await asyncio.wait({streams}, timeout=SAMPLE_SECONDS)
         newest = {"seconds": round(time.monotonic() - start), **sample(process.pid)}
+        newest["programs"] = await num_programs(run.client)
         samples += [newest] if newest["seconds"] >= 0 else []
         shown = ", ".join(f"{value:.0f} {name}" for name, value in newest.items())
         print(f"{shown}; {dict(run.counts)}, {len(run.problems)} problems", flush=True)
     streams.result()
     return samples, run.problems + await check_idle(run.client)
+
+
+async def num_programs(client):
+    text = bytes((await client.get("/metrics")).body).decode()
+    return float(re.search(r"^maxtext:compiled_programs\{.*\} (\S+)", text, re.M)[1])
 
 
 async def check_idle(client):
@@ -192,8 +218,11 @@ async def check_idle(client):
     return problems + [f"a 5xx: {line}" for line in failed]
 
 
-def growth(samples):
-    """Sentences about what grew between the first and the second half."""
+def growth(samples, max_programs):
+    """Sentences about what grew between the first and the second half, or is too large."""
+    num_compiled = max(each["programs"] for each in samples)
+    if num_compiled > 2 * max_programs:  # of prefill and of decode
+        yield f"{num_compiled:.0f} programs are compiled"
     half = len(samples) // 2
     first, last = samples[:half] or samples, samples[half:]
     for name, (factor, addition) in LIMITS.items():
@@ -209,9 +238,10 @@ def main():
     parser.add_argument("--warmup", type=float, default=3, help="minutes")
     parser.add_argument("--streams", type=int, default=12)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--max-programs", type=int, default=24, help="of prefill and of decode")
     options = parser.parse_args()
     with tempfile.NamedTemporaryFile("w+", suffix=".log") as log:
-        process, address = start_server(log)
+        process, address = start_server(log, options.max_programs)
         try:
             target = Target.from_url(address, KEY)
             samples, problems = asyncio.run(soak(process, target, options))
@@ -219,7 +249,7 @@ def main():
             process.send_signal(signal.SIGTERM)
             code = process.wait(60)
         lines = Path(log.name).read_text()
-    problems += growth(samples)
+    problems += growth(samples, options.max_programs)
     if code:
         problems.append(f"the server ended with the code {code}")
     if "Traceback" in lines:

@@ -41,6 +41,7 @@ from maxtext.inference.model_runner import (
     is_paged,
     select_caches,
 )
+from maxtext.inference.program_cache import ProgramCache
 from maxtext.inference.sampling import BatchedSamplingParams, sample, token_keys
 from maxtext.inference.sampling_params import SamplingMode
 from maxtext.layers.cache import CacheConfig
@@ -60,6 +61,7 @@ ADAPTER_OPTIONS = {
     "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT",
     "xla_gpu_dot_merger_threshold_mb": 0,
 }
+BATCH = slice(2, None)  # the arguments of prefill and decode after the weights and the state
 
 
 @dataclass(frozen=True)
@@ -151,7 +153,7 @@ class Programs:
 
     @cached_property
     def prefill(self) -> Any:
-        return self.jit(self.run_prefill, donate_argnums=(1, 3))
+        return ProgramCache(self.jit, self.run_prefill, BATCH, donate_argnums=(1, 3))
 
     @cached_property
     def fork(self) -> Any:
@@ -196,7 +198,14 @@ class Programs:
     def decode(self) -> Any:
         has_adapters = self.build.adapters is not None or self.config.lora_rank > 0
         options = ADAPTER_OPTIONS if has_adapters and self.build.platform == "gpu" else None
-        return self.jit(self.run_decode, donate_argnums=(1, 3), compiler_options=options)
+        return ProgramCache(
+            self.jit, self.run_decode, BATCH, donate_argnums=(1, 3), compiler_options=options
+        )
+
+    @property
+    def num_compiled(self) -> int:
+        """Programs of prefill and decode."""
+        return len(self.prefill.programs) + len(self.decode.programs)
 
     @cached_property
     def init_processors(self) -> Any:

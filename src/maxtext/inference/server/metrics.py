@@ -79,6 +79,7 @@ class ServerMetrics:
             "kv_pages_total": num_blocks,
             "kv_pages_in_use": stats.num_blocks_in_use,
             "kv_pages_cached": stats.num_blocks_cached,
+            "compiled_programs": self.engine.engine.programs.num_compiled,
         }
         counters = {
             "generation_tokens": stats.generation_tokens,
