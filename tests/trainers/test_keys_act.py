@@ -18,7 +18,7 @@ GROUPS = (
     types.AdamW, types.Muon, types.PositionalEmbedding, types.Rope, types.YarnRope,
     types.TrainingLoop, types.Llama4Attention, types.Qwen3Next, types.DeepSeekMoE, types.MTP,
     types.MoBa, types.MlaAttention, types.AttentionIndexer, types.MoEGeneral, types.MoEKernels,
-    types.ManifoldConstrainedHyperConnections, types.Engram,
+    types.ManifoldConstrainedHyperConnections, types.Engram, types.RunControl,
 )  # fmt: skip
 
 # What a key is added to. A model's keys are shown under the smallest optimizer, an optimizer's on
@@ -270,6 +270,12 @@ EXEMPT = {
     "eval_interval": "read by the loop: test_loss_evaluation.py",
     "eval_steps": "read by the loop: test_loss_evaluation.py",
     "target_eval_loss": "read by the loop: test_loss_evaluation.py",
+    "eval_start_step": "read by the loop: test_loss_evaluation.py",
+    "save_checkpoint_on_start": "read by the loop: checkpointing/test_resume.py",
+    "max_inflight_computations": "read by the loop: test_loop.py",
+    "logical_axis_rules_for_eval": "needs several devices: tests/sharding/test_devices.py",
+    "custom_mesh_and_rule_for_eval": "completes logical_axis_rules_for_eval: "
+    "tests/configs/test_later_release.py",
     "mtp_eval_target_module": "read by evaluation: test_model_losses.py and test_families.py",
     "max_position_embeddings": "test_max_position_embeddings_is_written_to_config_json, below",
     "abort_on_nan_loss": "each alone is read by the loop, both together change the step: "
