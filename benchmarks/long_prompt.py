@@ -48,6 +48,8 @@ def run(llm, options):
     ]
     for thread in threads:
         thread.start()
+    while not all(deltas):  # the first programs are compiled
+        time.sleep(0.1)
     time.sleep(BEFORE_SECONDS)
     arrival = time.monotonic()
     first = {"long": [], "short": []}
@@ -75,6 +77,8 @@ def gaps(deltas, start, end):
         for before, after in zip(times, [*times[1:], end], strict=True)
         if after > start and before < end
     ]
+    if not between:
+        return {"deltas": 0}
     return {
         "deltas": len(between),
         "p50": round(float(np.percentile(between, 50)), 1),
