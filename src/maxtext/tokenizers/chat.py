@@ -14,6 +14,7 @@ with `encode_with_specials`.
 """
 
 import re
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,7 +38,9 @@ RESERVED_VARIABLES = {"messages", "tools", "documents", "add_generation_prompt",
 RESERVED_VARIABLES |= {
     f"{kind}_token" for kind in ("bos", "eos", "pad", "unk", "sep", "cls", "mask")
 }
-END_MARK = "<|end of the content|>"  # where a template writes the end of a message's content
+# The content of a message, or its end, to find where a template writes it. No text contains this
+# random number, and a template that changes the case of texts does not change it.
+CONTENT_MARK = f"@{secrets.randbits(128)}@"
 
 
 class TemplateRefusal(UserError):
@@ -104,8 +107,10 @@ class ChatTemplate:
         content = last.get("content")
         if not isinstance(content, str):
             raise UserError("the last message has no content to continue")
-        marked = {**last, "content": f"{content}{END_MARK} "}
-        text, mark, rest = self.render([*earlier, marked], False, variables).rpartition(END_MARK)
+        marked = {**last, "content": f"{content}{CONTENT_MARK} "}
+        text, mark, rest = self.render([*earlier, marked], False, variables).rpartition(
+            CONTENT_MARK
+        )
         if not mark:
             reason = "it leaves out the last message"
             raise TemplateRefusal(f"the chat template of {self.origin}: {reason}", reason)

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from maxtext.inference.grammar import GrammarCompiler
+from maxtext.inference.parsers.message_parser import MessageParser
 from maxtext.inference.parsers.reasoning import Reasoning, find_reasoning_parser
 from maxtext.inference.server.messages import MessageBuilder, MessageFormat
 from maxtext.inference.server.tools import ToolOptions
@@ -71,7 +72,7 @@ def test_calls_after_reasoning(size):
 
 def test_both_names_in_messages_and_deltas():
     message = MessageBuilder()
-    (delta,) = INSIDE.build_parser(with_calls=False).add("Hm", last=True)
+    (delta,) = INSIDE.build_parser(MessageParser()).add("Hm", last=True)
     names = {"reasoning_content": "Hm", "reasoning": "Hm"}
     assert message.add(delta) == names
     assert names.items() <= message.message().items()

@@ -10,7 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from maxtext.inference.parsers.call_readers import ArgumentsReader
-from maxtext.inference.parsers.message_parser import MessageDelta, MessageParser, partial_length
+from maxtext.inference.parsers.message_parser import (
+    MessageDelta,
+    MessageParser,
+    ParserChain,
+    partial_length,
+)
 from maxtext.inference.requests import ReasoningSpan
 from maxtext.tokenizers import Tokenizer
 
@@ -168,12 +173,14 @@ class Reasoning:
         is_over = end > start and not prompt[end + len(THINK_END) :].strip()
         return cls(parser, starts_inside=is_open, is_over=is_over, is_wanted=is_wanted)
 
-    def build_parser(self, with_calls: bool) -> MessageParser:
-        """A new parser for one message. `with_calls`: calls in channels of gpt_oss are calls."""
+    def build_parser(self, calls: MessageParser, with_channel_calls: bool = False) -> MessageParser:
+        """A new parser for one message: what is no reasoning is the text of `calls`.
+        `with_channel_calls`: calls in channels of gpt_oss are calls.
+        """
         if self.parser == "gpt_oss":
-            return HarmonyParser(with_calls)
+            return ParserChain(HarmonyParser(with_channel_calls), calls)
         is_off = self.parser == "none" or self.is_over
-        return MessageParser() if is_off else ThinkParser(self.starts_inside)
+        return calls if is_off else ParserChain(ThinkParser(self.starts_inside), calls)
 
     @property
     def span(self) -> ReasoningSpan | None:

@@ -35,8 +35,8 @@ class MessageFormat:
     def build_parser(self) -> MessageParser:
         """A new parser for the text of one message."""
         has_channel_calls = self.tool_parser == "gpt_oss" and self.tools.is_auto
-        first = self.reasoning.build_parser(has_channel_calls)
-        parser = ParserChain(first, self.tools.build_parser(self.tool_parser))
+        calls = self.tools.build_parser(self.tool_parser)
+        parser = self.reasoning.build_parser(calls, has_channel_calls)
         return ParserChain(parser, TagFilter(self.hidden_tags)) if self.hidden_tags else parser
 
 

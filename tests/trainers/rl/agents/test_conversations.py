@@ -14,7 +14,13 @@ from maxtext.tokenizers import ChatTemplate, open_tokenizer
 from maxtext.trainers.rl.agents.agent import create_environment
 from maxtext.trainers.rl.agents.conversations import Conversation, ConversationRunner
 from maxtext.trainers.rl.agents.environment import SingleTurn
-from maxtext.trainers.rl.agents.tools import ToolCall, ToolEnvironment, Tools, parse_calls
+from maxtext.trainers.rl.agents.tools import (
+    CallFormat,
+    ToolCall,
+    ToolEnvironment,
+    Tools,
+    parse_calls,
+)
 from maxtext.trainers.rl.agents.turn_tokens import TurnTokens
 from maxtext.trainers.rl.rollout import Rollout
 from tests.tokenizers.tiny import write_bpe
@@ -29,6 +35,8 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 ADD = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
+
+HERMES = CallFormat("hermes", "think")
 
 
 def add(a: int, b: int) -> int:
@@ -53,7 +61,7 @@ def spell(tokenizer, text):
 
 
 class ScriptedSampler:
-    """Turns by conversation; a turn ends with <|im_end|> unless it is a Rollout itself."""
+    """Turns by conversation; texts, which end with <|im_end|>, or ids."""
 
     def __init__(self, tokenizer, turns):
         self.tokenizer = tokenizer
@@ -70,10 +78,13 @@ class ScriptedSampler:
         self.max_open = max(self.max_open, len(self.queue))
         index, request = self.queue.pop()
         text = self.turns[index].pop(0)
-        ids = spell(self.tokenizer, text)
-        reason = "length" if text.endswith("…") else "stop" if text.endswith("STOP") else "end"
-        if reason == "end":
-            ids.append(4)  # <|im_end|>
+        reason = "end"
+        if isinstance(text, str):
+            ids = spell(self.tokenizer, text)
+            reason = "length" if text.endswith("…") else "stop" if text.endswith("STOP") else "end"
+            ids += [4] if reason == "end" else []  # <|im_end|>
+        else:
+            ids = text
         ids = ids[: request.params.max_new_tokens]
         log_probs = tuple(-0.25 * (number + 1) for number in range(len(ids)))
         rollout = Rollout(tuple(request.prompt), tuple(ids), log_probs, finish_reason=reason)
@@ -96,7 +107,7 @@ def test_tokens_are_sampled_or_those_of_the_template(tokenizer):
     tools = Tools([add])
     run = runner(tokenizer, tools.schemas)
     sampler = ScriptedSampler(tokenizer, {0: [ADD, "It is 5."]})
-    (rollout,) = run.run(sampler, [conversation(0, ToolEnvironment(tools, "hermes"))])
+    (rollout,) = run.run(sampler, [conversation(0, ToolEnvironment(tools, HERMES))])
     messages = [
         {"role": "user", "content": "2+3?"},
         {"role": "assistant", "content": ADD},
@@ -134,7 +145,7 @@ def test_rows_learn_the_turns_of_the_model_alone(tokenizer):
     tools = Tools([add])
     sampler = ScriptedSampler(tokenizer, {0: [ADD, "5"]})
     run = runner(tokenizer, tools.schemas)
-    (rollout,) = run.run(sampler, [conversation(0, ToolEnvironment(tools, "hermes"))])
+    (rollout,) = run.run(sampler, [conversation(0, ToolEnvironment(tools, HERMES))])
     row = rollout.row(2000)
     learned = row["targets"][row["targets_segmentation"] != 0]
     assert learned.tolist() == list(rollout.sampled_ids)
@@ -147,7 +158,7 @@ def test_conversations_end_by_turns_and_length(tokenizer):
     tools = Tools([add])
     turns = {0: [ADD] * 3, 1: ["no call"], 2: [ADD, "cut…"], 3: [ADD, "x"]}
     run = runner(tokenizer, tools.schemas, max_turns=3)
-    conversations = [conversation(index, ToolEnvironment(tools, "hermes")) for index in turns]
+    conversations = [conversation(index, ToolEnvironment(tools, HERMES)) for index in turns]
     rollouts = run.run(ScriptedSampler(tokenizer, turns), conversations)
     assert [rollout.finish_reason for rollout in rollouts] == ["turns", "end", "length", "end"]
     assert [len(rollout.turns) for rollout in rollouts] == [3, 1, 2, 2]
@@ -155,7 +166,7 @@ def test_conversations_end_by_turns_and_length(tokenizer):
     used = len(rollouts[3].prompt_ids) + len(spell(tokenizer, ADD)) + 1
     run = runner(tokenizer, tools.schemas, length=used + 10)
     sampler = ScriptedSampler(tokenizer, {3: [ADD]})
-    (cut,) = run.run(sampler, [conversation(3, ToolEnvironment(tools, "hermes"))])
+    (cut,) = run.run(sampler, [conversation(3, ToolEnvironment(tools, HERMES))])
     assert cut.finish_reason == "length"
     assert all(cut.learned)
 
@@ -357,17 +368,3 @@ HARMONY = (
 )
 def test_calls_of_each_family(parser, text, count):
     assert parse_calls(text, parser, {}) == [ToolCall("add", {"a": 2, "b": 3})] * count
-
-
-def test_special_tokens_of_calls_are_shown(tokenizer):
-    template = ChatTemplate(TEMPLATE, "test", tokenizer.special_tokens)
-    ids = [*tokenizer.encode("a"), 3, *tokenizer.encode("b"), 4]
-    assert TurnTokens(template, tokenizer, [], tags=["<|im_start|>"]).text(ids) == "a<|im_start|>b"
-    assert TurnTokens(template, tokenizer, []).text(ids) == "ab"
-
-
-def test_template_without_special_tokens_is_refused(tokenizer):
-    source = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
-    tokens = TurnTokens(ChatTemplate(source, "plain.jinja"), tokenizer, [])
-    with pytest.raises(ConfigError, match="plain.jinja ends the model's turn with no special"):
-        tokens.reply([{"role": "user", "content": "x"}])

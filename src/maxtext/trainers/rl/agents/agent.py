@@ -19,7 +19,7 @@ from maxtext.trainers.rl.agents.conversations import (
     TurnSampler,
 )
 from maxtext.trainers.rl.agents.environment import Environment, EnvironmentFactory, SingleTurn
-from maxtext.trainers.rl.agents.tools import ToolEnvironment, Tools, call_format, call_tags
+from maxtext.trainers.rl.agents.tools import CallFormat, ToolEnvironment, Tools
 from maxtext.trainers.rl.agents.turn_tokens import TurnTokens
 from maxtext.trainers.rl.rewards.functions import RewardFunction, check_functions
 from maxtext.trainers.rl.rollout import Rollout
@@ -82,13 +82,14 @@ class AgenticSampler:
                     "none: set chat_template_path"
                 )
             template = ChatTemplate("", tokenizer.name)
-        self.call_format = call_format("".join(template.sources)) if tools else "none"
+        source = "".join(template.sources)
+        self.call_format = CallFormat.from_template(source) if tools else CallFormat()
         self.runner = ConversationRunner(
             TurnTokens(
                 template,
                 tokenizer,
                 schemas=tools.schemas if tools else (),
-                tags=call_tags(self.call_format),
+                tags=self.call_format.tags,
                 common_variables=delimiter_texts(config),
             ),
             length=config.max_target_length,

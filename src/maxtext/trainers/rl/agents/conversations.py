@@ -26,7 +26,7 @@ from maxtext.trainers.rl.agents.environment import (
     check_start,
     check_step,
 )
-from maxtext.trainers.rl.agents.tools import run_in_threads
+from maxtext.trainers.rl.agents.tools import ToolEnvironment, run_in_threads
 from maxtext.trainers.rl.agents.turn_tokens import TurnTokens
 from maxtext.trainers.rl.rollout import Rollout
 
@@ -58,7 +58,8 @@ class ConversationRollout(Rollout):
 @dataclass
 class Conversation:
     """A conversation that goes on. `request`: that of its first turn, whose prompt is not used.
-    `prompt_ids`: empty if they are those of the messages that the environment begins with."""
+    `prompt_ids`: empty if they are those of the messages that the environment begins with.
+    `variables`: those of its row for the chat template."""
 
     index: int
     row: Mapping[str, Any]
@@ -66,6 +67,7 @@ class Conversation:
     request: GenerationRequest
     messages: list[Message] = field(default_factory=list)
     prompt_ids: tuple[int, ...] = ()
+    variables: Mapping[str, Any] = field(default_factory=dict)
     token_ids: list[int] = field(default_factory=list)
     learned: list[bool] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
@@ -151,15 +153,22 @@ class ConversationRunner:
         for conversation, messages in zip(conversations, starts, strict=True):
             conversation.messages = self.with_system_prompt(messages)
             if not conversation.prompt_ids:
-                variables = template_variables(dict(conversation.row))
-                ids = self.tokens.prompt(conversation.messages, variables)
+                conversation.variables = template_variables(dict(conversation.row))
+                ids = self.tokens.prompt(conversation.messages, conversation.variables)
                 conversation.prompt_ids = tuple(ids)
+                self.begin_turn(conversation, ids)
             if len(conversation.prompt_ids) >= self.length:
                 raise UserError(
                     f"the conversation of row {conversation.index} begins with "
                     f"{len(conversation.prompt_ids)} tokens, with its tools and system_prompt, and "
                     f"max_target_length={self.length} leaves none for the model: raise it"
                 )
+
+    def begin_turn(self, conversation: Conversation, ids: Sequence[int]) -> None:
+        """`ids`: the tokens before a turn, which tell whether it begins in the model's reasoning;
+        a call in it is none."""
+        if isinstance(conversation.environment, ToolEnvironment):
+            conversation.environment.begin_turn(self.tokens.text(ids))
 
     def with_system_prompt(self, messages: Sequence[Message]) -> list[Message]:
         if not self.system_prompt or (messages and messages[0]["role"] == "system"):
@@ -194,11 +203,17 @@ class ConversationRunner:
             return "end"
         if len(conversation.turns) >= self.max_turns:
             return TOO_MANY_TURNS
-        reply = self.tokens.reply(messages, with_end=turn.finish_reason == "stop")
+        reply = self.tokens.reply(
+            messages,
+            conversation.variables,
+            with_end=turn.finish_reason == "stop",
+            last_token=turn.token_ids[-1] if turn.token_ids else None,
+        )
         used = len(conversation.prompt_ids) + len(conversation.token_ids)
         if used + len(reply) >= self.length:
             return "length"
         conversation.add_reply(messages, reply)
+        self.begin_turn(conversation, reply)
         request = conversation.next_request(self.length)
         assert request is not None, "the reply leaves a token"
         return request

@@ -16,8 +16,9 @@ from functools import partial
 from typing import Any
 
 from maxtext.common.errors import ConfigError
-from maxtext.inference.parsers import reasoning, tool_calls
-from maxtext.inference.parsers.message_parser import MessageParser
+from maxtext.inference.parsers import tool_calls
+from maxtext.inference.parsers.reasoning import PARSER_TAGS as REASONING_TAGS
+from maxtext.inference.parsers.reasoning import Reasoning, find_reasoning_parser
 from maxtext.trainers.rl.agents.environment import Message, SingleTurn, Step
 from maxtext.trainers.rl.agents.function_schema import Schema, function_schema
 
@@ -93,16 +94,50 @@ def run_in_threads(
     return list(results)
 
 
+@dataclass(frozen=True)
+class CallFormat:
+    """How the turns of a model's family have reasoning and calls: names of parsers, as those of the
+    server."""
+
+    tool_parser: str = "none"  # of `tool_calls.PARSERS`
+    reasoning_parser: str = "none"  # of `reasoning.PARSERS`
+
+    @classmethod
+    def from_template(cls, template: str) -> "CallFormat":
+        """Raises ConfigError if the chat template has no form of calls."""
+        tool_parser = tool_calls.find_tool_parser(template)
+        if tool_parser == "none":
+            raise ConfigError(
+                "the chat template of this model has no form of tool calls that is known here: set "
+                "chat_template_path to one that has, such as <tool_call> of Qwen"
+            )
+        return cls(tool_parser, find_reasoning_parser(template))
+
+    @property
+    def tags(self) -> tuple[str, ...]:
+        """The special tokens that reasoning and calls are recognised by."""
+        return (
+            *tool_calls.PARSER_TAGS[self.tool_parser],
+            *REASONING_TAGS[self.reasoning_parser],
+        )
+
+
 class ToolEnvironment(SingleTurn):
     """The conversation of a row in which the model may call tools. It ends with the first turn
-    without a call. `parser`: the form of calls, by `call_format`."""
+    without a call."""
 
-    def __init__(self, tools: Tools, parser: str):
+    def __init__(self, tools: Tools, call_format: CallFormat):
         self.tools = tools
-        self.parser = parser
+        self.call_format = call_format
+        self.reasoning = Reasoning(call_format.reasoning_parser)
+
+    def begin_turn(self, prompt: str) -> None:
+        """`prompt` ends with the header of the turn, which may open or close its reasoning."""
+        self.reasoning = Reasoning.from_prompt(self.call_format.reasoning_parser, prompt)
 
     def step(self, text: str) -> Step:
-        calls = parse_calls(text, self.parser, self.tools.parameters)
+        parser = self.call_format.tool_parser
+        calls = parse_calls(text, parser, self.tools.parameters, self.reasoning)
         if not calls:
             return (), None, True
         messages: list[Message] = [
@@ -117,29 +152,20 @@ class ToolEnvironment(SingleTurn):
         return messages, None, False
 
 
-def call_format(template: str) -> str:
-    """The form of calls of a model's family. Raises ConfigError if its chat template has none."""
-    parser = tool_calls.find_tool_parser(template)
-    if parser == "none":
-        raise ConfigError(
-            "the chat template of this model has no form of tool calls that is known here: set "
-            "chat_template_path to one that has, such as <tool_call> of Qwen"
-        )
-    return parser
-
-
-def call_tags(parser: str) -> tuple[str, ...]:
-    """The special tokens that calls are recognised by."""
-    return (*tool_calls.PARSER_TAGS[parser], *reasoning.PARSER_TAGS.get(parser, ()))
-
-
-def parse_calls(text: str, parser: str, parameters: Mapping[str, Schema]) -> list[ToolCall]:
-    """The calls in a turn; what cannot be parsed is none. `parameters`: schemas by function."""
-    message_parser: MessageParser
-    if parser == "gpt_oss":
-        message_parser = reasoning.HarmonyParser(with_calls=True)
-    else:
-        message_parser = tool_calls.build_tool_parser(parser, parameters)
+def parse_calls(
+    text: str,
+    parser: str,
+    parameters: Mapping[str, Schema],
+    reasoning: Reasoning | None = None,
+) -> list[ToolCall]:
+    """The calls in a turn; what cannot be parsed is none, and neither is what the model writes as
+    its reasoning. `parameters`: schemas by function. `reasoning`: that of the turn, by default as
+    if its header opened none.
+    """
+    if reasoning is None:
+        reasoning = Reasoning("gpt_oss" if parser == "gpt_oss" else "think")
+    calls = tool_calls.build_tool_parser(parser, parameters)
+    message_parser = reasoning.build_parser(calls, with_channel_calls=parser == "gpt_oss")
     names: list[str] = []
     arguments: list[str] = []
     for delta in message_parser.add(text, last=True):
@@ -148,8 +174,8 @@ def parse_calls(text: str, parser: str, parameters: Mapping[str, Schema]) -> lis
             arguments.append("")
         if delta.index is not None:
             arguments[delta.index] += delta.arguments
-    calls = zip(names, map(parse_arguments, arguments), strict=True)
-    return [ToolCall(name, parsed) for name, parsed in calls if parsed is not None]
+    parsed = zip(names, map(parse_arguments, arguments), strict=True)
+    return [ToolCall(name, values) for name, values in parsed if values is not None]
 
 
 def parse_arguments(text: str) -> dict[str, Any] | None:
