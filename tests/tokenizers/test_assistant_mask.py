@@ -10,7 +10,7 @@ import pytest
 from maxtext.common.errors import UserError
 from maxtext.tokenizers import ChatTemplate, open_tokenizer
 from maxtext.tokenizers.assistant_mask import REPORTED, tokenize_chat
-from tests.tokenizers.tiny import CHATML
+from tests.tokenizers.tiny import CHATML, write_bpe
 
 MARKED = (
     "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
@@ -203,6 +203,81 @@ def test_variables_reach_the_template(tokenizer):
     chat = tokenize(source, tokenizer, random_chat(0), variables=variables)
     text = "foxFalse" + ChatTemplate(CHATML, "test").render(random_chat(0))
     assert chat.ids.tolist() == tokenizer.encode_with_specials(text)
+
+
+NEWLINE = "{{ '\n' }}"  # after a block, a plain one is dropped
+START, STOP = "{% generation %}", "{% endgeneration %}"
+HEAD = "{% for m in messages %}### {{ m.role }}:\n{% if m.role == 'assistant' %}{% generation %}"
+TAIL = "{% endfor %}{% if add_generation_prompt %}### assistant:\n{% endif %}"
+OTHER = "{% else %}{{ m.content }}\n{% endif %}"
+LAST = "{% if loop.last and not add_generation_prompt %}\n</s>{% endif %}"
+CALLS = (
+    "{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.name }}</tool_call>"
+    "{% endfor %}"
+)
+# What a template without tags has to train on, as a template with them says.
+SHAPES = {
+    "plain": f"{HEAD}{{{{ m.content }}}}\n{STOP}{OTHER}{TAIL}",
+    "no newline": f"{HEAD}{{{{ m.content }}}}{STOP}{OTHER}{TAIL}",
+    "text ends turns": f"{HEAD}{{{{ m.content }}}}\n---\n\n{STOP}{OTHER}{TAIL}",
+    "eos": f"{HEAD}{{{{ m.content }}}}</s>{STOP}{NEWLINE}{OTHER}{TAIL}",
+    "eos and text": f"{HEAD}{{{{ m.content }}}}</s>{STOP}{NEWLINE}---\n{OTHER}{TAIL}",
+    "two special": f"{HEAD}{{{{ m.content }}}}<|im_end|></s>{STOP}{NEWLINE * 2}{OTHER}{TAIL}",
+    "reasoning": f"{HEAD}{{% if m.reasoning_content %}}<think>{{{{ m.reasoning_content }}}}</think>"
+    f"{{% endif %}}{{{{ m.content }}}}\n{STOP}{OTHER}{TAIL}",
+    "calls": f"{HEAD}{CALLS}\n{STOP}{OTHER}{TAIL}",
+    "calls and eos": f"{HEAD}{CALLS}<|im_end|>{STOP}{NEWLINE}{OTHER}{TAIL}",
+    "end of the text": f"{HEAD}{{{{ m.content }}}}<|im_end|>{LAST}{STOP}{NEWLINE}{OTHER}{TAIL}",
+}
+TOOL_CALLS = [{"type": "function", "function": {"name": "fox", "arguments": {}}}]
+SHAPED_CHATS = [
+    [("user", "a"), ("assistant", "fox")],
+    [("system", "s"), ("user", "a"), ("assistant", "fox"), ("user", "b"), ("assistant", "dog\n")],
+    [
+        ("user", "a</s>"),
+        ("assistant", "<think>tea</think>hot"),
+        ("user", ""),
+        ("assistant", "</s>"),
+    ],
+    [("user", "a"), ("assistant", "x</think>"), ("user", "b"), ("assistant", "<think>y")],
+    [("user", "a"), ("assistant", "So", "Hm."), ("user", "b"), ("assistant", "Yes", "Hm")],
+    [("user", "a"), ("assistant", "", "", TOOL_CALLS), ("tool", "5"), ("assistant", "<think>5")],
+    [("user", "a"), ("assistant", "I"), ("assistant", "do</think>")],
+]
+
+
+def shaped_chat(turns):
+    names = ("role", "content", "reasoning_content", "tool_calls")
+    return [dict(zip(names, turn, strict=False)) for turn in turns]
+
+
+@pytest.fixture(scope="module")
+def tagged(tmp_path_factory):
+    """(native, transformers') whose tags of reasoning and calls are special tokens."""
+    transformers = pytest.importorskip("transformers")
+    folder = write_bpe(tmp_path_factory.mktemp("tagged") / "bpe")
+    hf = transformers.AutoTokenizer.from_pretrained(folder)
+    tags = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
+    hf.add_special_tokens({"additional_special_tokens": tags})
+    hf.save_pretrained(folder)
+    return open_tokenizer(str(folder)), hf
+
+
+@pytest.mark.parametrize("turns", SHAPED_CHATS, ids=range(len(SHAPED_CHATS)))
+@pytest.mark.parametrize("shape", SHAPES)
+def test_shapes_of_templates_equal_their_generation_tags(shape, turns, tagged):
+    tokenizer, hf = tagged
+    messages = shaped_chat(turns)
+    expected = hf.apply_chat_template(
+        messages,
+        chat_template=SHAPES[shape],
+        tokenize=True,
+        return_dict=True,
+        return_assistant_tokens_mask=True,
+    )
+    chat = tokenize(SHAPES[shape].replace(START, "").replace(STOP, ""), tokenizer, messages)
+    assert chat.ids.tolist() == expected["input_ids"]
+    assert chat.mask.astype(int).tolist() == expected["assistant_masks"]
 
 
 @pytest.mark.parametrize("kind", ["huggingface", "sentencepiece", "tiktoken", "byte"])

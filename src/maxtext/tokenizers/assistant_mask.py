@@ -2,12 +2,14 @@
 
 A template that marks the assistant's text with `{% generation %}` gives its characters. For any
 other template, the text of assistant turn i lies between two renderings that are prefixes of the
-whole: messages before i with the generation prompt, and messages up to i without. Tokens after the
-turn's last special token, such as the newline after ChatML's <|im_end|>, are not the assistant's.
+whole: messages before i with the generation prompt, and messages up to i without. If the template
+ends turns with a special token, what follows it, such as the newline after ChatML's <|im_end|>, is
+not the assistant's. Otherwise the turn ends where its rendering ends.
 
-Some templates render a turn differently when messages follow, most often without its reasoning.
-Then the renderings are no prefixes, and the turn is not learned, unless it is the last one: it
-starts at the first token that differs from the generation prompt.
+Some templates render a turn differently when messages follow. If they only write another special
+token at the end of the text, such as <|return|> of gpt-oss, the turn is the same. Most often they
+drop its reasoning: then the renderings are no prefixes, and the turn is not trained on, unless it
+is the last one: it starts at the first token that differs from the generation prompt.
 """
 
 from collections.abc import Mapping
@@ -20,12 +22,13 @@ import numpy as np
 from maxtext.common.errors import UserError
 from maxtext.common.log import LOGGER
 from maxtext.common.sequences import common_prefix_length
-from maxtext.tokenizers.chat import ChatTemplate, Messages
+from maxtext.tokenizers.chat import CONTENT_MARK, ChatTemplate, Messages
 from maxtext.tokenizers.interface import Tokenizer
 from maxtext.tokenizers.templates import RenderedTemplate
 
 ASSISTANT = "assistant"
 MAX_RENDERINGS = 32  # in one request: together they share the limits on time and memory
+SHORT_CHAT = [{"role": "user", "content": "?"}, {"role": ASSISTANT, "content": CONTENT_MARK}]
 REPORTED: set[str] = set()  # sources of templates whose turns differ, which are logged once
 
 
@@ -35,6 +38,29 @@ class TokenizedChat:
 
     ids: np.ndarray
     mask: np.ndarray
+
+
+@dataclass(frozen=True)
+class TurnEnd:
+    """How a template ends turns: by a special token, or by text alone. `rest`: what it writes after
+    the last special token.
+    """
+
+    is_special: bool = True
+    rest: str = ""
+
+    @classmethod
+    def from_rendering(
+        cls, rendered: RenderedTemplate | UserError, tokenizer: Tokenizer
+    ) -> "TurnEnd":
+        """`rendered`: the template's text of a conversation that ends with a turn CONTENT_MARK."""
+        if isinstance(rendered, UserError) or CONTENT_MARK not in rendered.text:
+            return cls()
+        tail = Rendering.from_text(rendered.text.rpartition(CONTENT_MARK)[2], tokenizer)
+        specials = np.flatnonzero(tail.special)
+        if not len(specials):
+            return cls(is_special=False)
+        return cls(rest=tail.text[tail.ends[specials[-1]] :])
 
 
 @dataclass(frozen=True)
@@ -78,10 +104,18 @@ class Rendering:
             return None
         return self.token_span(len(before), len(through))
 
-    def end_of_turn(self, first: int, end: int) -> int:
-        """The position after the last special token in [first, end), or `end` if there is none."""
+    def end_of_turn(self, first: int, end: int, turn_end: TurnEnd) -> int:
+        """The end of a turn, whose tokens are [first, end) with all that the template writes after
+        its end token.
+        """
         specials = np.flatnonzero(self.special[first:end])
-        return first + int(specials[-1]) + 1 if len(specials) else end
+        if not len(specials) or not turn_end.is_special:
+            return end
+        last = first + int(specials[-1])
+        stop = self.starts[end] if end < len(self.ids) else len(self.text)
+        rest = self.text[self.ends[last] : stop]
+        # Otherwise the special token belongs to the content, which goes on after it.
+        return last + 1 if not rest.strip() or rest == turn_end.rest else end
 
 
 def tokenize_chat(
@@ -140,7 +174,7 @@ def prefix_spans(
         for index, message in enumerate(messages)
         if message.get("role") == ASSISTANT and index >= first_turn
     ]
-    conversations = [(messages, False)]
+    conversations: list[tuple[Messages, bool]] = [(SHORT_CHAT, False), (messages, False)]
     for turn in turns:
         conversations += [(messages[:turn], True), (messages[: turn + 1], False)]
     results = [
@@ -148,9 +182,10 @@ def prefix_spans(
         for start in range(0, len(conversations), MAX_RENDERINGS)
         for result in template.run(conversations[start : start + MAX_RENDERINGS], variables)
     ]
-    whole = Rendering.from_text(expect(results[0]).text, tokenizer)
+    turn_end = TurnEnd.from_rendering(results[0], tokenizer)
+    whole = Rendering.from_text(expect(results[1]).text, tokenizer)
     spans = []
-    for turn, before, through in zip(turns, results[1::2], results[2::2], strict=True):
+    for turn, before, through in zip(turns, results[2::2], results[3::2], strict=True):
         is_last = turn == turns[-1]
         if isinstance(before, UserError) or isinstance(through, UserError):
             error = before if isinstance(before, UserError) else through
@@ -162,18 +197,21 @@ def prefix_spans(
             continue
         span = whole.turn_span(before.text, through.text)
         if span is None:
-            first, end = (
-                common_prefix_length(tokenizer.encode_with_specials(result.text), whole.ids)
-                for result in (before, through)
-            )
-            parts_at = end if whole.text.startswith(before.text) else first
-            token = tokenizer.id_to_token(whole.ids[parts_at]) if parts_at < len(whole.ids) else ""
-            reason = f"the renderings part at token {parts_at}, {token!r}"
-            report_difference(template, turn, reason)
-            if not is_last:
-                continue
+            through_ids = tokenizer.encode_with_specials(through.text)
+            first = common_prefix_length(tokenizer.encode_with_specials(before.text), whole.ids)
+            end = common_prefix_length(through_ids, whole.ids)
+            continues = whole.text.startswith(before.text)
             span = first, end
-        spans.append((span[0], whole.end_of_turn(*span)))
+            if not (continues and tokenizer.special_ids.issuperset(through_ids[end:])):
+                parts_at = end if continues else first
+                token = (
+                    tokenizer.id_to_token(whole.ids[parts_at]) if parts_at < len(whole.ids) else ""
+                )
+                reason = f"the renderings part at token {parts_at}, {token!r}"
+                report_difference(template, turn, reason)
+                if not is_last:
+                    continue
+        spans.append((span[0], whole.end_of_turn(*span, turn_end)))
     return whole, spans
 
 
@@ -190,9 +228,9 @@ def report_difference(template: ChatTemplate, turn: int, reason: str) -> None:
     REPORTED.add(template.source)
     LOGGER.warning(
         "the chat template of %s renders the assistant turn at message %d differently within the "
-        "whole conversation (%s): such turns are not learned, except for the last of a "
-        "conversation, which is learned from the first token that differs; mark the assistant's "
-        "text with {%% generation %%} to learn all turns",
+        "whole conversation (%s): such turns are not trained on, except for the last of a "
+        "conversation, from the first token that differs; mark the assistant's text with "
+        "{%% generation %%} to train on all turns",
         template.origin,
         turn,
         reason,
