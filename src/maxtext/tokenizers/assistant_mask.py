@@ -202,7 +202,9 @@ def prefix_spans(
             end = common_prefix_length(through_ids, whole.ids)
             continues = whole.text.startswith(before.text)
             span = first, end
-            if not (continues and tokenizer.special_ids.issuperset(through_ids[end:])):
+            # What only the end of a text has
+            rest = [token for token in through_ids[end:] if token not in tokenizer.special_ids]
+            if not continues or tokenizer.decode(rest).strip():
                 parts_at = end if continues else first
                 token = (
                     tokenizer.id_to_token(whole.ids[parts_at]) if parts_at < len(whole.ids) else ""

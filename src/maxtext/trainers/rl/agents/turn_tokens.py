@@ -116,19 +116,16 @@ class TurnTokens:
         conversations = [
             each
             for turn in turns
-            for each in (
-                ([USER, turn], False),
-                ([USER, turn], True),
-                ([USER, turn, *messages], True),
-            )
+            for each in (([USER, turn], False), ([USER, turn, *messages], True))
         ]
-        results = self.template.run(conversations, variables)
-        for alone, headed, whole in zip(results[::3], results[1::3], results[2::3], strict=True):
+        prompts = [([USER], False), ([USER], True)]
+        bare, headed, *results = self.template.run([*prompts, *conversations], variables)
+        for alone, whole in zip(results[::2], results[1::2], strict=True):
             if isinstance(alone, UserError) or isinstance(whole, UserError):
                 continue
             if CONTENT_MARK in alone.text and CONTENT_MARK in whole.text:
-                # A template may write the header of the next turn always: the end is not known.
-                return CONTENT_MARK if alone == headed else alone.text, whole.text
+                # If the template always writes the header of the next turn, the end is unknown.
+                return CONTENT_MARK if bare == headed else alone.text, whole.text
         refusal = next((each for each in results if isinstance(each, UserError)), None)
         raise refusal or ConfigError(
             f"the chat template of {self.template.origin} does not show the model's turns"
