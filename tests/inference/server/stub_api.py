@@ -28,6 +28,7 @@ class Reply:
     headers: dict[str, str] = field(default_factory=dict)
     part: int = 7
     seconds: float = 0.0
+    wait: float = 0.0  # seconds before the first part
     is_endless: bool = False
     is_cut: bool = False  # ends without [DONE]
     error: str = ""  # of an event at the end
@@ -109,6 +110,7 @@ class StubResponse:
 
     async def stream(self, reply):
         await self.delta({"role": "assistant", "content": ""})
+        await asyncio.sleep(reply.wait)
         for start in range(0, len(reply.reasoning), reply.part):
             await self.delta({"reasoning_content": reply.reasoning[start : start + reply.part]})
             await asyncio.sleep(reply.seconds)

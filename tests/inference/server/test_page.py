@@ -235,7 +235,7 @@ def test_copy(browser, page, stub):
 def test_reload_keeps_conversations_settings_and_a_broken_answer(page, stub):
     ask(page, "hello there")
     page.keyboard.press("Control+,")
-    page.get_by_label("System prompt").fill("Be brief.")
+    page.get_by_label("System prompt of all conversations").fill("Be brief.")
     page.get_by_label("Stop strings").fill("END\nSTOP")
     page.get_by_label("Thinking").select_option("off")
     page.keyboard.press("Escape")
@@ -338,6 +338,80 @@ def test_errors_and_cut_streams_are_shown(page, stub, problems):
     assert "The text so far is kept." in answer.inner_text()
     assert "the stub refuses" in ask(page, "again").inner_text()
     problems[:] = [text for text in problems if "400" not in text]
+
+
+@pytest.mark.parametrize("cut", ["length", "stop", "connection"])
+def test_continue_goes_on_with_the_same_answer(cut, page, stub):
+    replies = {
+        "length": Reply("One two", reasoning="Hm.", finish_reason="length"),
+        "stop": ENDLESS,
+        "connection": Reply("One two", is_cut=True),
+    }
+    stub.replies = [replies[cut], Reply(" three.")]
+    send(page, "go")
+    if cut == "stop":
+        wait_for_text(page, "word word")
+        page.get_by_role("button", name="Stop").click()
+    before = wait_for_answer(page).locator(".markdown").inner_text()
+    page.get_by_role("button", name="Continue").click()
+    wait_for_text(page, "three.")
+    answer = wait_for_answer(page)
+    whole = answer.locator(".markdown").inner_text()
+    assert whole.startswith(before)
+    assert whole.endswith(" three.")
+    assert page.get_by_role("button", name="Continue").count() == 0
+    assert page.locator("[data-role=assistant]").count() == 1
+    assert "kept" not in answer.inner_text()
+    body = stub.bodies[1]
+    assert (body["continue_final_message"], body["add_generation_prompt"]) == (True, False)
+    user, last = body["messages"]
+    assert user == {"role": "user", "content": "go"}
+    assert last["content"].strip() == before.strip()
+    assert last.get("reasoning_content") == ("Hm." if cut == "length" else None)
+    assert "continue_final_message" not in stub.bodies[0]
+
+
+def test_time_is_shown_while_waiting(page, stub):
+    stub.replies = [Reply("Late.", wait=1.5)]
+    send(page, "go")
+    page.locator("[data-role=assistant]").get_by_text("1 s", exact=True).wait_for()
+    assert "Late." in wait_for_answer(page).inner_text()
+
+
+def test_system_prompt_of_one_conversation(page, stub):
+    def set_prompt(which, text):
+        page.keyboard.press("Control+,")
+        page.get_by_label(f"System prompt of {which}").fill(text)
+        page.keyboard.press("Escape")
+
+    set_prompt("all conversations", "Be brief.")
+    set_prompt("this conversation", "Be long.")
+    ask(page, "a")
+    page.reload()
+    wait_for_answer(page)
+    ask(page, "b")
+    page.keyboard.press("Control+k")
+    ask(page, "c")
+    systems = [contents(body)[0] for body in stub.bodies]
+    assert systems == [("system", text) for text in ("Be long.", "Be long.", "Be brief.")]
+
+
+def test_whole_name_of_the_model_on_phones(open_page):
+    name = "organisation/Some-Model-3.3-70B-Instruct-FP8"
+    with run_stub(models=(name,)) as (_, url):
+        page = open_page(url)
+        page.set_viewport_size({"width": 390, "height": 700})
+        select = page.get_by_role("combobox", name="Model")
+        wait_until(lambda: select.evaluate("node => node.value") == name)
+        assert select.is_visible()
+        needed = """node => {
+          const style = getComputedStyle(node);
+          const context = new OffscreenCanvas(1, 1).getContext("2d");
+          context.font = style.font;
+          const padding = parseFloat(style.paddingLeft) + parseFloat(style.paddingRight);
+          return context.measureText(node.value).width + padding;
+        }"""
+        assert select.evaluate(needed) < select.bounding_box()["width"]
 
 
 def test_reasoning_and_calls(page, stub):
