@@ -42,7 +42,7 @@ TOOL = {"name": "add", "description": "Add.", "parameters": {"type": "object", "
 TOOLS = [{"type": "function", "function": TOOL}]
 ANSWER = {"role": "assistant", "content": "Yes."}
 RESULT = {"role": "tool", "name": "add", "tool_call_id": "call00000", "content": "five"}
-GO_ON = {"role": "user", "content": "Go on."}
+FOLLOW_UP = {"role": "user", "content": "Go on."}
 
 
 def calling(arguments):
@@ -76,7 +76,7 @@ def test_reply_equals_transformers(family, tokenizers, family_templates):
     tokenizer, hf = tokenizers
     source = family_templates[family]
     arguments = {"a": 2}
-    cases = [(ANSWER, GO_ON, (), ENDS[family][0])]
+    cases = [(ANSWER, FOLLOW_UP, (), ENDS[family][0])]
     if ENDS[family][1] is not None:
         call = calling(json.dumps(arguments) if family == "deepseekv3" else arguments)
         cases.append((call, RESULT, TOOLS, ENDS[family][1]))
@@ -122,27 +122,29 @@ def test_end_of_the_text_is_not_that_of_the_turn(tokenizers):
         "{% if add", "{% if not add_generation_prompt %}</s>{% endif %}{% if add"
     )
     expected = "\n<|im_start|>user\nGo on.<|im_end|>\n<|im_start|>assistant\n"
-    assert reply_text(tokenizers, source, [GO_ON]) == expected
+    assert reply_text(tokenizers, source, [FOLLOW_UP]) == expected
 
 
 def test_header_that_is_always_written(tokenizers):
     source = CHATML.replace("{% if add_generation_prompt %}", "{% if true %}")
     expected = "\n<|im_start|>user\nGo on.<|im_end|>\n<|im_start|>assistant\n"
-    assert reply_text(tokenizers, source, [GO_ON], last_token=4) == expected
+    assert reply_text(tokenizers, source, [FOLLOW_UP], last_token=4) == expected
 
 
 def test_header_that_the_model_did_not_write_is_kept(tokenizers):
     source = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}<|assistant|>"
     _, hf = tokenizers
     user, end = hf.convert_tokens_to_ids(["<|user|>", "</s>"])
-    assert reply_text(tokenizers, source, [GO_ON], last_token=user) == "Go on.<|assistant|>"
-    assert reply_text(tokenizers, source, [GO_ON], last_token=end) == "<|user|>Go on.<|assistant|>"
+    assert reply_text(tokenizers, source, [FOLLOW_UP], last_token=user) == "Go on.<|assistant|>"
+    assert (
+        reply_text(tokenizers, source, [FOLLOW_UP], last_token=end) == "<|user|>Go on.<|assistant|>"
+    )
 
 
 @pytest.mark.parametrize("text", ["@maxtext-turn@ hi", "?", "{{ messages }}", "Yes.<|im_end|>"])
 def test_reply_of_any_text(text, tokenizers):
     expected = f"\n<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
-    assert reply_text(tokenizers, CHATML, [GO_ON | {"content": text}]) == expected
+    assert reply_text(tokenizers, CHATML, [FOLLOW_UP | {"content": text}]) == expected
 
 
 def test_variables_of_a_row_hold_in_all_turns(tokenizers):
@@ -156,7 +158,7 @@ def test_variables_of_a_row_hold_in_all_turns(tokenizers):
 
         def step(self, text):
             self.count += 1
-            return [GO_ON], None, self.count == 3
+            return [FOLLOW_UP], None, self.count == 3
 
     for thinks in (False, True):
         row = {"prompt": "Hi", "chat_template_kwargs": {"enable_thinking": thinks}}
@@ -218,4 +220,4 @@ def test_template_without_special_tokens_is_refused(tokenizers):
     source = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
     tokens = TurnTokens(ChatTemplate(source, "plain.jinja"), tokenizers[0], [])
     with pytest.raises(ConfigError, match="plain.jinja ends the model's turn with no special"):
-        tokens.reply([GO_ON])
+        tokens.reply([FOLLOW_UP])
