@@ -5,7 +5,7 @@ import pytest
 
 from maxtext.common import errors, extras, files, log
 from maxtext.common.errors import MissingExtra
-from maxtext.common.hardware import TABLE, lookup, peak_flops
+from maxtext.common.hardware import TABLE, available_host_bytes, lookup, peak_flops
 
 
 def test_failed_write_keeps_the_old_file(tmp_path):
@@ -112,3 +112,31 @@ def test_lost_peer_becomes_a_user_error():
     assert "connection to another process of this run was lost" in str(errors.lost_peer(gloo))
     assert errors.lost_peer(JaxRuntimeError("INVALID_ARGUMENT: shapes differ")) is None
     assert errors.lost_peer(ValueError("gloo")) is None
+
+
+@pytest.mark.parametrize(
+    ("line", "folder", "names"),
+    [
+        ("0::/a/b", "sys/fs/cgroup/a", ("memory.max", "memory.current", "inactive_file")),
+        (
+            "8:cpu,memory:/a/b",
+            "sys/fs/cgroup/memory/a",
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        ),
+    ],
+)
+def test_available_host_memory_is_bounded_by_every_cgroup(tmp_path, line, folder, names):
+    """File caches of a cgroup count as free; a limit of a parent counts, "max" is none."""
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 99 kB\nMemAvailable:    4000 kB\n")
+    (tmp_path / "proc/self/cgroup").write_text(f"3:cpu:/\n{line}\n")
+    parent = tmp_path / folder
+    (parent / "b").mkdir(parents=True)
+    assert available_host_bytes(tmp_path) == 4000 * 1024
+    limit, used, cache = names
+    (parent / "b" / limit).write_text("max\n")
+    (parent / "b" / used).write_text("500\n")
+    (parent / limit).write_text("3000\n")
+    (parent / used).write_text("1200\n")
+    (parent / "memory.stat").write_text(f"anon 900\n{cache} 200\n")
+    assert available_host_bytes(tmp_path) == 3000 - 1200 + 200

@@ -21,6 +21,7 @@ HOME_DEFAULTS = {"jax_cache_dir": "~/jax_cache"}
 ADDED_KEYS = {
     "BadData": ["max_bad_records"],
     "InterimCheckpoints": ["checkpoint_period_minutes"],
+    "MemoryCheck": ["check_memory"],
     "DataOrder": ["data_streams", "mixture_stopping_strategy"],
     "Preferences": [
         "dpo_loss_type",

@@ -1,4 +1,4 @@
-"""The memory that a run needs, the warning if a device has less, and the files of a run."""
+"""The Plan and the files of a run."""
 
 import sys
 from pathlib import Path
@@ -6,28 +6,7 @@ from pathlib import Path
 import pytest
 
 from maxtext.common.log import LOGGER
-from maxtext.models.counts import parameter_count
 from maxtext.trainers.banner import describe_data
-from maxtext.trainers.memory import usage
-from maxtext.trainers.run_context import RunContext
-
-GIB = 2**30
-
-
-@pytest.mark.parametrize(("limit", "warned"), [(23 * GIB, True), (40 * GIB, False), (None, False)])
-def test_warns_if_a_step_does_not_fit(monkeypatch, log_messages, limit, warned):
-    monkeypatch.setattr(usage, "local_memory", lambda device, count: limit)
-    assert usage.warn_if_too_large(39 * GIB, "a step") == bool(log_messages) == warned
-    if warned:
-        assert "a step needs about 39.00 GiB on each device, which has 23.00 GiB" in log_messages[0]
-        assert "lower per_device_batch_size" in log_messages[0]
-
-
-def test_state_bytes(configure):
-    """Three float32 arrays for each weight (the weight and two moments), and a few counters."""
-    context = RunContext.from_config(configure())
-    weights = parameter_count(context.template.weights)
-    assert 12 * weights <= usage.state_bytes(context) <= 12 * weights + 100
 
 
 def test_the_plan_shows_the_share_that_truncation_drops(configure, tmp_path):

@@ -112,6 +112,11 @@ def take_adapter(args: list[str]) -> list[str]:
     return [] if folder is None else [f"lora_input_adapters_path={folder}"]
 
 
+def take_force(args: list[str]) -> list[str]:
+    """Remove `--force` from the arguments and return the setting that it stands for."""
+    return ["check_memory=false"] if take_flag(args, "--force") else []
+
+
 def take_option(args: list[str], option: str, choices: tuple[str, ...]) -> str | None:
     """The value of an option that takes one of `choices`."""
     value = take_value(args, option)

@@ -22,6 +22,7 @@ FINE_TUNING_OPTIONS = (
     MODEL
     + """\
 lora_rank=R                 train adapters of rank R instead of the weights
+--force                     start although the memory seems too small
 FILE                        default: the preset of the command's name"""
 )
 
@@ -30,7 +31,7 @@ COMMANDS = {
         usage="maxtext train [FILE] [MODEL] [DATA ...] [key=value ...]",
         summary="train a model",
         example="maxtext train quickstart",
-        options=MODEL.rstrip(),
+        options=MODEL + "--force                     start although the memory seems too small",
     ),
     "sft": Command(
         usage="maxtext sft [FILE] [MODEL] [DATA ...] [key=value ...]",
@@ -64,6 +65,7 @@ distill_alpha=A                               weight of the teacher's logits, 0 
 distill_temperature=T                         of both softmaxes
 use_gkd=true                                  learn from completions that the student samples
 offline_data_dir=DIR                          instead of a teacher: its logits, written before
+--force                                       start although the memory seems too small
 FILE                                          default: the preset distill""",
     ),
     "grpo": Command(

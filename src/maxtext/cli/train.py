@@ -4,7 +4,7 @@ import logging
 import os
 from typing import TYPE_CHECKING
 
-from maxtext.cli import positionals
+from maxtext.cli import arguments, positionals
 from maxtext.common import log, processes, signals
 from maxtext.common.errors import ConfigError, as_config_error
 from maxtext.common.files import local_path
@@ -33,6 +33,8 @@ METHOD_KEYS = {
 
 def run_method(method: str, args: list[str]) -> int:
     """`maxtext sft`, `dpo`, `orpo`, `distill` and `grpo`: `maxtext train` with a preset."""
+    force = arguments.take_force(args := list(args))
+    args += force
     teachers = [positionals.TEACHER_KEY] if method == "distill" else []
     path, overrides = positionals.split(args, models=[positionals.MODEL_KEY, *teachers])
     if path in sources.presets() and positionals.is_model_folder(local_path(path)):
@@ -59,6 +61,8 @@ def run_method(method: str, args: list[str]) -> int:
 
 
 def run(args: list[str]) -> int:
+    force = arguments.take_force(args := list(args))
+    args += force
     return train_run(*positionals.split(args))
 
 

@@ -42,9 +42,17 @@ def as_config_error() -> Iterator[None]:
         raise ConfigError(str(error)) from error
 
 
-def out_of_memory(error: BaseException) -> UserError | None:
-    """Advice for a JAX runtime error that says a device ran out of memory; None for others."""
+def out_of_memory(
+    error: BaseException, batch_key: str = "per_device_batch_size"
+) -> UserError | None:
+    """Advice for an error of JAX or Python that says a device or the host ran out of memory; None
+    for others. `batch_key`: the key that sets the size of a batch."""
     text = str(error)
+    if isinstance(error, MemoryError):
+        return UserError(
+            f"this machine ran out of memory{f' ({text})' if text else ''}: lower {batch_key}, use "
+            "a smaller model or a machine with more memory; --debug shows the error itself"
+        )
     if (
         type(error).__name__ not in ("JaxRuntimeError", "XlaRuntimeError")
         or "RESOURCE_EXHAUSTED" not in text
@@ -55,7 +63,7 @@ def out_of_memory(error: BaseException) -> UserError | None:
     request = re.search(r"allocate (?:request for )?(\d+ bytes|[\d.]+ ?\w*B)", text)
     amount = f" when it needed {request[1]} more" if request else ""
     return UserError(
-        f"the device ran out of memory{amount}: lower per_device_batch_size or max_target_length, "
+        f"the device ran out of memory{amount}: lower {batch_key} or max_target_length, "
         "or use more devices; in training a remat_policy that saves less helps, and "
         "`maxtext estimate` says what fits; in inference quantization=int8 and "
         "quantize_kvcache=true do; --debug shows the error itself"

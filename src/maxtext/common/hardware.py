@@ -206,6 +206,46 @@ def host_memory_bytes(limits: tuple[str, ...] = CGROUP_LIMITS) -> int:
     return total
 
 
+def available_host_bytes(root: Path = Path("/")) -> int:
+    """The memory that this process can still take without swapping: Linux's MemAvailable, or what
+    the limits of its cgroups leave if that is less. File caches count as free. Elsewhere all memory
+    of the machine. `root`: of the file system.
+    """
+    try:
+        meminfo = (root / "proc/meminfo").read_text()
+        available: float = int(meminfo.partition("MemAvailable:")[2].split()[0]) * 1024
+    except (OSError, IndexError, ValueError):
+        return host_memory_bytes()
+    with contextlib.suppress(OSError):
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            mount = root / "sys/fs/cgroup"
+            if "memory" in controllers.split(","):
+                available = min(available, cgroup_free_bytes(mount / "memory", path, V1))
+            elif not controllers:
+                available = min(available, cgroup_free_bytes(mount, path, V2))
+    return int(available)
+
+
+# Files of a cgroup: its limit, what it uses, and the name of the file cache in memory.stat.
+V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+V2 = ("memory.max", "memory.current", "inactive_file")
+
+
+def cgroup_free_bytes(mount: Path, path: str, names: tuple[str, str, str]) -> float:
+    """What a cgroup and those above it leave; infinite without a limit."""
+    free = float("inf")
+    folder = mount / path.strip("/")
+    while folder.is_relative_to(mount):
+        # OSError: not mounted here. ValueError: no limit ("max").
+        with contextlib.suppress(OSError, ValueError):
+            limit, used = (int((folder / name).read_text()) for name in names[:2])
+            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            free = min(free, max(limit - used + int(stat.get(names[2], 0)), 0))
+        folder = folder.parent
+    return free
+
+
 def format_bytes(amount: float) -> str:
     """Bytes in a readable unit: 512 B, 7.63 MiB, 25.1 GiB."""
     for unit in ("B", "KiB", "MiB"):

@@ -216,6 +216,15 @@ def local_memory(device: jax.Device, count: int) -> int | None:
     return entry.memory_bytes if entry else None
 
 
+def free_memory(device: jax.Device, count: int) -> int | None:
+    """Bytes of `local_memory` that nothing uses yet."""
+    if device.platform == "cpu":
+        return hardware.available_host_bytes() // count
+    limit = local_memory(device, count)
+    used = (device.memory_stats() or {}).get("bytes_in_use", 0)
+    return None if limit is None else max(limit - used, 0)
+
+
 def tpu_devices(target: Target) -> Sequence[jax.Device]:
     """Devices to compile for, from libtpu's description of the slices."""
     require_libtpu(target)

@@ -55,7 +55,7 @@ def describe_model(context: RunContext, step: jax.stages.Compiled) -> dict[str, 
         arguments = hardware.format_bytes(memory.argument_size_in_bytes)
         temporaries = hardware.format_bytes(memory.temp_size_in_bytes)
         model["memory a device"] = (
-            f"{hardware.format_bytes(step_bytes(step))} ({arguments} state and batch, "
+            f"{hardware.format_bytes(step_bytes(step).device)} ({arguments} state and batch, "
             f"{temporaries} temporary)"
         )
     return model

@@ -16,7 +16,7 @@ from maxtext.checkpoint.manager import check_writable
 from maxtext.checkpoint.multihost import SaveFailed
 from maxtext.checkpoint.open import Checkpoint
 from maxtext.common import hardware, progress
-from maxtext.common.errors import UserError
+from maxtext.common.errors import UserError, out_of_memory
 from maxtext.common.files import write_text
 from maxtext.common.log import LOGGER
 from maxtext.common.run_lock import RunLock
@@ -48,7 +48,8 @@ from maxtext.trainers.data_loader import (
 from maxtext.trainers.epochs import has_open_end, with_steps_of_epochs
 from maxtext.trainers.hooks import EvaluateLoss, Profile, Record, TrainingFailed
 from maxtext.trainers.loop import Hook, Loop, TrainStep
-from maxtext.trainers.memory.usage import state_bytes, step_bytes, warn_if_too_large
+from maxtext.trainers.memory.estimate import batch_key
+from maxtext.trainers.memory.usage import FreeMemory, check_state, compile_and_check
 from maxtext.trainers.outcome import stop_signal, summarize
 from maxtext.trainers.preference.objective import PreferenceObjective
 from maxtext.trainers.preference.reference_logps import load_or_compute
@@ -84,7 +85,13 @@ def train(
     folder = Path(run_folder(config))
     check_writable(folder, "base_output_directory")
     with RunLock(folder) if jax.process_index() == 0 else contextlib.nullcontext():
-        return train_locked(config, checkpoint, hooks, rewards, agent)
+        try:
+            return train_locked(config, checkpoint, hooks, rewards, agent)
+        except (jax.errors.JaxRuntimeError, MemoryError) as error:
+            shortage = out_of_memory(error, batch_key(config))
+            if shortage is None:
+                raise
+            raise shortage from error
 
 
 def train_locked(
@@ -98,12 +105,13 @@ def train_locked(
     start_time = time.perf_counter()
     context = RunContext.from_config(config)
     context.shardings.check()
+    free = FreeMemory.measure()
+    check_state(context, free)
     if has_open_end(config):
         context = with_steps_of_epochs(context)
         config = context.config
     data_loader = PromptLoader(context) if config.use_grpo else TrainDataLoader(context)
     eval_streams = open_eval_streams(context.for_evaluation())
-    warned = warn_if_too_large(state_bytes(context), "the state of training alone")
     start = find_start(context, data_loader.source, checkpoint)
     if start.step >= config.steps:
         data_loader.close()
@@ -111,9 +119,9 @@ def train_locked(
     peak_flops = hardware.peak_flops(jax.devices()[0].device_kind, config.dtype.value)
     profiler = Profiler(config, first_step=start.step, last_step=config.steps - 1)
     step_cache = StepCache(context)
-    first_step = compile_first_step(step_cache, data_loader, start.step)
-    if not warned:
-        warn_if_too_large(step_bytes(first_step), "a step")
+    first_step = compile_and_check(
+        context, free, lambda: compile_first_step(step_cache, data_loader, start.step)
+    )
     with progress.working("preparing the weights"):
         state, key = start.result()
         state = with_reference(context, state, start.step, checkpoint)

@@ -84,6 +84,7 @@ class Settings(
     InferenceBenchmark,
     PrefixCaching,
     AOT,
+    MemoryCheck,
     DevelopmentAndDebugging,
     Profiling,
     HloDump,

@@ -111,6 +111,12 @@ class AOT(Group):
     compile_topology_num_slices: int = -1
 
 
+class MemoryCheck(Group):
+    """What happens if a training run seems too large for its devices."""
+
+    check_memory: bool = True
+
+
 class DevelopmentAndDebugging(Group):
     """JAX start-up, compilation cache and extra run-time checks."""
 

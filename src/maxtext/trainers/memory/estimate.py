@@ -111,6 +111,27 @@ class Plan:
     measured: int | None = None
 
 
+def batch_key(config: MaxTextConfig) -> str:
+    """The key that sets the rows of a microbatch."""
+    return "train_micro_batch_size" if config.use_grpo else "per_device_batch_size"
+
+
+def batch_value(config: MaxTextConfig, target: Target, rows: int) -> float:
+    """What `batch_key` is for a microbatch of this number of rows."""
+    return rows / (config.num_generations if config.use_grpo else target.count)
+
+
+def possible_rows(config: MaxTextConfig, shards: int, limit: int) -> int:
+    """The largest microbatch of up to `limit` rows that `batch_key` can set; 0 if there is none.
+    The prompts of a step of reinforcement learning divide into equal microbatches. `shards`: into
+    which the mesh splits a batch."""
+    if not config.use_grpo:
+        return limit // shards * shards
+    prompts, samples = config.batch_size, config.num_generations
+    sizes = [size * samples for size in range(1, prompts + 1) if prompts % size == 0]
+    return max((rows for rows in sizes if rows <= limit), default=0)
+
+
 @dataclass(frozen=True)
 class Estimate:
     config: MaxTextConfig
@@ -136,21 +157,13 @@ class Estimate:
 
     @property
     def batch_key(self) -> str:
-        """The key that sets the rows of a microbatch."""
-        return "train_micro_batch_size" if self.config.use_grpo else "per_device_batch_size"
+        return batch_key(self.config)
 
     def batch_value(self, rows: int) -> float:
-        """What `batch_key` is for a microbatch of this number of rows."""
-        return rows / (self.config.num_generations if self.config.use_grpo else self.target.count)
+        return batch_value(self.config, self.target, rows)
 
     def possible_rows(self, limit: int) -> int:
-        """The largest microbatch of up to `limit` rows that `batch_key` can set; 0 if there is
-        none. The prompts of a step of reinforcement learning divide into equal microbatches."""
-        if not self.config.use_grpo:
-            return limit // self.batch_shards * self.batch_shards
-        prompts, samples = self.config.batch_size, self.config.num_generations
-        sizes = [size * samples for size in range(1, prompts + 1) if prompts % size == 0]
-        return max((rows for rows in sizes if rows <= limit), default=0)
+        return possible_rows(self.config, self.batch_shards, limit)
 
     @property
     def current(self) -> SavedActivations:

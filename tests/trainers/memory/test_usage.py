@@ -1,0 +1,156 @@
+"""Runs that need more memory than is free are refused with what would fit, by injected limits."""
+
+import jax
+import pytest
+
+from maxtext.cli.main import main
+from maxtext.common.errors import UserError
+from maxtext.models.counts import parameter_count
+from maxtext.sharding.memory import MemoryBytes
+from maxtext.trainers import train
+from maxtext.trainers.compilation.compile import OutOfDeviceMemory, compile_train_step
+from maxtext.trainers.memory import usage
+from maxtext.trainers.memory.usage import FreeMemory
+from maxtext.trainers.run_context import RunContext
+
+GIB = 2**30
+SMALL = ("decoder_block=simple_mlp", "base_num_decoder_layers=2", "max_target_length=64")
+PROMPTS = (
+    "use_grpo=true", "packing=false", "dataset_type=grain", "grain_train_files=rows.jsonl",
+    "grain_file_type=jsonl", "batch_size=12", "num_generations=4", "max_prefill_predict_length=8",
+    "train_data_columns=[prompt]", "tokenizer_path=byte", "vocab_size=259",
+)  # fmt: skip
+
+
+def test_state_bytes(configure):
+    """Three float32 arrays for each weight (the weight and two moments), and a few counters."""
+    context = RunContext.from_config(configure())
+    weights = parameter_count(context.template.weights)
+    assert 12 * weights <= usage.state_bytes(context).device <= 12 * weights + 100
+
+
+def test_a_state_that_does_not_fit_is_refused_whatever_the_batch(configure, log_messages):
+    context = RunContext.from_config(configure())
+    needed = usage.state_bytes(context).device
+    usage.check_state(context, FreeMemory(needed))
+    usage.check_state(context, FreeMemory(None))
+    with pytest.raises(OutOfDeviceMemory, match="so no batch size fits: .*lora_rank=16.*--force"):
+        usage.check_state(context, FreeMemory(needed - 1))
+    forced = RunContext.from_config(configure("check_memory=false"))
+    usage.check_state(forced, FreeMemory(needed - 1))
+    assert "expect it to fail or to swap" in log_messages[-1]
+
+
+def test_weights_that_do_not_fit_are_refused_before_they_are_created(capsys, monkeypatch, tmp_path):
+    """64 layers of 8192 need 16 bytes for each of 6e10 weights, more than any host of tests has."""
+    monkeypatch.setattr(train, "find_start", None)  # creates the weights
+    model = ["base_emb_dim=8192", "base_num_decoder_layers=64", "base_mlp_dim=28672"]
+    paths = [f"base_output_directory={tmp_path}", "run_name=it"]
+    assert main(["train", *model, "dataset_type=synthetic", "steps=1", *paths]) == 2
+    text = capsys.readouterr().err
+    assert text.count("\n") == 1
+    assert "185.96 GiB of weights, needs 557.87 GiB on each device, and" in text
+
+
+def test_force_starts_anyway(capsys, monkeypatch, tmp_path):
+    def stop(*arguments):
+        raise UserError("this run creates its weights")
+
+    monkeypatch.setattr(train, "find_start", stop)
+    monkeypatch.setattr(FreeMemory, "measure", lambda: FreeMemory(1))
+    model = ["decoder_block=simple_mlp", "base_emb_dim=16", "base_mlp_dim=16", "vocab_size=259"]
+    paths = [f"base_output_directory={tmp_path}", "run_name=it"]
+    command = ["train", *model, "dataset_type=synthetic", "steps=1", *paths]
+    assert main(command) == 2
+    assert main([*command, "--force"]) == 1
+    assert "this run creates its weights" in capsys.readouterr().err
+
+
+def test_the_largest_batch_that_fits_is_named(configure):
+    """With the memory that a step of 5 rows needs, and a byte less; each is compiled."""
+    context = RunContext.from_config(configure(*SMALL, "per_device_batch_size=24"))
+    fits = compiled(configure(*SMALL, "per_device_batch_size=5"))
+    with pytest.raises(OutOfDeviceMemory, match=r"per_device_batch_size=24.* are free") as refusal:
+        check(context, FreeMemory(fits))
+    assert "per_device_batch_size=5 is the largest that fits; " in str(refusal.value)
+    with pytest.raises(OutOfDeviceMemory, match="per_device_batch_size=4 is the largest that fits"):
+        check(context, FreeMemory(fits - 1))
+
+
+def test_a_step_that_fits_compiles_nothing_else(configure, monkeypatch):
+    context = RunContext.from_config(configure(*SMALL))
+    step = compile_train_step(context, 8)
+    monkeypatch.setattr(usage, "compile_train_step", None)
+    free = FreeMemory(usage.step_bytes(step).device)
+    assert usage.compile_and_check(context, free, lambda: step) is step
+
+
+@pytest.mark.parametrize(
+    ("overrides", "free", "advice"),
+    [
+        (("per_device_batch_size=100",), 10 * GIB, "per_device_batch_size=8 is the largest"),
+        (("per_device_batch_size=100",), 3 * GIB, "per_device_batch_size=1 is the largest"),
+        (("per_device_batch_size=100",), 3 * GIB - 1, "no per_device_batch_size fits with"),
+        # 12 prompts of 4 completions divide into microbatches of 1, 2, 3, 4, 6 or 12 prompts
+        (PROMPTS, 22 * GIB, "train_micro_batch_size=4 is the largest"),
+        (PROMPTS, 31 * GIB, "train_micro_batch_size=6 is the largest"),
+    ],
+)
+def test_batches_are_found_by_interpolation(configure, monkeypatch, overrides, free, advice):
+    """A step of R rows needs 2 + R GiB."""
+    compilations = []
+
+    def needed(context, rows):
+        compilations.append(rows)
+        return MemoryBytes((2 + rows) * GIB)
+
+    monkeypatch.setattr(usage, "compiled_bytes", needed)
+    monkeypatch.setattr(usage, "state_bytes", lambda context: MemoryBytes(GIB))
+    context = RunContext.from_config(configure(*overrides))
+    rows = context.config.micro_batch_size_to_train_on
+    text = usage.describe_batch(context, FreeMemory(free), MemoryBytes((2 + rows) * GIB))
+    assert text.startswith(advice)
+    assert len(compilations) <= usage.MAX_COMPILATIONS
+
+
+def test_a_batch_that_the_compiler_refuses_has_the_same_advice(configure, monkeypatch):
+    def refuse():
+        raise OutOfDeviceMemory("the compiler cannot fit the step: Used 17G of 16G hbm")
+
+    monkeypatch.setattr(
+        usage, "compiled_bytes", lambda context, rows: MemoryBytes(rows) if rows < 3 else None
+    )
+    context = RunContext.from_config(configure())
+    with pytest.raises(OutOfDeviceMemory, match="Used 17G.*; per_device_batch_size=2 is the larg"):
+        usage.compile_and_check(context, FreeMemory(16 * GIB), refuse)
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory"), "device ran out of mem"),
+        (MemoryError("Unable to allocate 1.00 PiB"), "machine ran out of memory .*1.00 PiB"),
+    ],
+)
+@pytest.mark.parametrize("overrides", [(), PROMPTS])
+def test_a_failed_allocation_is_one_sentence(
+    configure, monkeypatch, tmp_path, error, said, overrides
+):
+    def fail(*arguments):
+        raise error
+
+    monkeypatch.setattr(train, "train_locked", fail)
+    key = "train_micro_batch_size" if overrides else "per_device_batch_size"
+    with pytest.raises(UserError, match=f"{said}.*: lower {key}"):
+        train.train(configure(*overrides, f"base_output_directory={tmp_path}", "run_name=it"))
+
+
+def compiled(config):
+    context = RunContext.from_config(config)
+    step = compile_train_step(context, config.global_batch_size_to_train_on)
+    return usage.step_bytes(step).device
+
+
+def check(context, free):
+    rows = context.config.global_batch_size_to_train_on
+    return usage.compile_and_check(context, free, lambda: compile_train_step(context, rows))
