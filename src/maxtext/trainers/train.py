@@ -105,8 +105,7 @@ def train_locked(
     start_time = time.perf_counter()
     context = RunContext.from_config(config)
     context.shardings.check()
-    free = FreeMemory.measure()
-    check_state(context, free)
+    check_state(context, free := FreeMemory.measure())
     if has_open_end(config):
         context = with_steps_of_epochs(context)
         config = context.config
