@@ -51,14 +51,16 @@ class BadRecords:
                     self.seen.add(key)
                     new[self.before + len(self.seen)] = error
         if new and 0 <= self.max_count < max(new):
-            *others, last = list(new.values())[:MAX_LOGGED]
-            more = f" ({len(new)} bad records)" if len(new) > 1 else ""
+            first = next(iter(new.values()))
+            # An error of the user's code has a traceback, and comes alone.
+            *others, last = [first] if first.details else list(new.values())[:MAX_LOGGED]
+            more = f" ({len(new)} bad records)" if others else ""
             stop = ConfigError(
                 *map(str, others),
                 f"{last}; max_bad_records={self.max_count}{more}: repair the data, which `maxtext "
                 "data inspect` shows, or raise the limit",
             )
-            stop.details = next(iter(new.values())).details
+            stop.details = first.details
             raise stop
         for count, error in new.items():
             if count <= MAX_LOGGED:
