@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-MAX_PROGRAMS = 256  # of a function
+MAX_PROGRAMS = 128  # of a function; one takes about 8 MiB on a CPU
 
 
 class ProgramCache:
