@@ -2,11 +2,13 @@
 
 import logging
 import os
+import shlex
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from maxtext.cli import arguments, positionals
 from maxtext.common import log, processes, signals
-from maxtext.common.errors import ConfigError, as_config_error
+from maxtext.common.errors import ConfigError, UserError, as_config_error
 from maxtext.common.files import local_path
 from maxtext.common.hub import find_folder
 from maxtext.common.supervise import die_with_launcher
@@ -57,17 +59,18 @@ def run_method(method: str, args: list[str]) -> int:
     if method == "distill":
         check_has_teacher(path, layer)
     check_has_model(method, path, layer)
-    return train_run(path, overrides)
+    return train_run(path, overrides, command=[method, *args])
 
 
 def run(args: list[str]) -> int:
     force = arguments.take_force(args := list(args))
     args += force
-    return train_run(*positionals.split(args))
+    return train_run(*positionals.split(args), command=["train", *args])
 
 
-def train_run(path: str | None, overrides: list[str]) -> int:
-    """Train with a configuration file and key=value overrides; returns the exit code."""
+def train_run(path: str | None, overrides: list[str], command: Sequence[str]) -> int:
+    """Train with a configuration file and key=value overrides; returns the exit code. `command`:
+    the words after `maxtext`, for messages."""
     die_with_launcher(os.environ)
     # The configuration counts the devices of all processes, so they join first.
     layer = sources.from_overrides(overrides)
@@ -97,7 +100,47 @@ def train_run(path: str | None, overrides: list[str]) -> int:
         if world.index == 0:
             print(f"\nwhat the model writes after {config.prompt!r}:\n")
             print(text)
+    if world.index == 0 and (shown := next_command(config, result.signal, command)):
+        print(f"next: {shown}")
     return 0 if result.signal is None else signals.exit_code(result.signal)
+
+
+def next_command(config: MaxTextConfig, signal: int | None, command: Sequence[str]) -> str:
+    """What to type after a run: `command` again if a signal ended it, else what generates text with
+    its weights; empty if the run left nothing for that."""
+    from maxtext.tokenizers import chat_template, load_tokenizer
+    from maxtext.trainers.checkpointing.export import ADAPTER_FOLDER, STUDENT_FOLDER
+    from maxtext.trainers.train import run_folder
+    from maxtext.trainers.trainable import has_adapters
+
+    folder = run_folder(config)
+    has_checkpoint = config.enable_checkpointing and config.save_checkpoint_on_completion
+    if signal is not None:
+        name = [] if config.has_lasting_name else [f"run_name={config.run_name}"]
+        return shlex.join(["maxtext", *command, *name]) if has_checkpoint else ""
+    model, adapter = folder if has_checkpoint else "", []
+    if has_adapters(config):
+        model = config.load_parameters_path
+        adapter = ["--adapter", os.path.join(folder, ADAPTER_FOLDER)]
+    elif config.learn_to_init_mode:
+        model = os.path.join(folder, STUDENT_FOLDER)
+    if not model or config.dataset_type.value == "synthetic":
+        return ""
+    try:
+        has_template = chat_template(config, load_tokenizer(config)) is not None
+    except UserError:  # the tokenizer has gone
+        return ""
+    # The folder of a run has no tokenizer.
+    tokenizer = [] if adapter else [f"tokenizer_path={config.tokenizer_path or 'byte'}"]
+    if not has_template:
+        words = [f"load_parameters_path={model}", *adapter, *tokenizer, f"prompt={config.prompt}"]
+        return shlex.join(["maxtext", "decode", *words])
+    templates = [
+        f"{key}={value}"
+        for key in ("chat_template_path", "chat_template")
+        if (value := getattr(config, key)) and config.source(key).is_user
+    ]
+    return shlex.join(["maxtext", "chat", model, *adapter, *tokenizer, *templates])
 
 
 def check_has_teacher(path: str | None, overrides: sources.Layer) -> None:

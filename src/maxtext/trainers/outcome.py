@@ -72,7 +72,8 @@ def summarize(
     }
     message = f"stopped after {loop.step} steps: {summary['stopped']}"
     if failure is None and stop_signal(loop) and config.enable_checkpointing:
-        message += "; the same command goes on"
+        name = "" if config.has_lasting_name else f" with run_name={config.run_name}"
+        message += f"; the same command{name} goes on"
     if summary["data_wait"] is not None:
         message += f"; waited for data {summary['data_wait']:.2%} of the time"
     LOGGER.info("%s", message)

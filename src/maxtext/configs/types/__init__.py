@@ -165,6 +165,13 @@ class MaxTextConfig(Settings):
     metrics_dir: str
     tensorboard_dir: str
 
+    @property
+    def has_lasting_name(self) -> bool:
+        """Whether the same settings name the same run again: run_name does not come from the
+        clock."""
+        source = self.source("run_name")
+        return source.is_user or source.location == "JOBSET_NAME"
+
 
 def group_of(key: str) -> type[Group]:
     return next(group for group in GROUPS if key in group.model_fields)
