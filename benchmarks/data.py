@@ -121,6 +121,7 @@ def counted(segmentations: Iterable[np.ndarray]) -> dict[str, int]:
 
 def run_maxtext(folder: Path, kind: str, workers: int) -> dict[str, Any]:
     from maxtext.input_pipeline import Split, grain_source, open_data_streams
+    from maxtext.input_pipeline.row_formats import DOCUMENTS
     from maxtext.models.configuration import load
 
     assert grain_source  # imported now, not when it is first used
@@ -134,7 +135,7 @@ def run_maxtext(folder: Path, kind: str, workers: int) -> dict[str, Any]:
     ]  # fmt: skip
     config = load(None, overrides, environ={})
     begin, used = time.perf_counter(), processor_seconds()
-    batches = open_data_streams(config, Split.TRAIN, lambda step: ROWS, [ROWS])
+    batches = open_data_streams(config, Split.TRAIN, DOCUMENTS, lambda step: ROWS, [ROWS])
     assert batches is not None, "a source has training data, or says what is missing"
     counts = counted(batch["targets_segmentation"] for batch in batches)
     seconds = time.perf_counter() - begin

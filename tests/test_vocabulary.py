@@ -93,7 +93,6 @@ MODULES = {
     "eight_bits.py": "fp8",
     "low_precision.py": "fp8/",
     "setup.py": "run_context.py",
-    "method.py": "build_objective.py",
     "ladder.py": "score.py",
 }
 FOLDERS = ("src", "tests", "benchmarks", "docs", "examples")

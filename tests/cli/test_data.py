@@ -15,7 +15,7 @@ import pytest
 from maxtext.cli.batch_segments import visible
 from maxtext.cli.data import fewest_devices, load_config
 from maxtext.cli.main import main
-from maxtext.input_pipeline import make_train_iterator
+from tests.support.batches import make_train_iterator
 
 SMALL = [
     "dataset_type=grain",

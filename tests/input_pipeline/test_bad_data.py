@@ -9,9 +9,9 @@ import pytest
 from maxtext.cli.main import main
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.configs.types import DatasetType
-from maxtext.input_pipeline import ShardSpec, Split, make_train_iterator, user_code
-from maxtext.input_pipeline.sources import make_iterator
+from maxtext.input_pipeline import ShardSpec, Split, user_code
 from tests.input_pipeline.corpora import SOURCES, example, write_tfrecords
+from tests.support.batches import make_iterator, make_train_iterator
 
 GOOD = [f"good{number}" for number in range(20)]
 

@@ -19,6 +19,7 @@ from maxtext.input_pipeline import (
     sources,
 )
 from maxtext.input_pipeline.data_streams import RowBuffer
+from maxtext.input_pipeline.row_formats import DOCUMENTS
 
 
 class Counting(BatchIterator):
@@ -223,12 +224,11 @@ def test_streams_of_text_cover_every_document_once(make_config, write):
     )
 
     def make(number, count, local_streams, full_window):
-        return sources.make_train_iterator(
-            config, ShardSpec(1, index=number, count=count, min_rows=1)
-        )
+        shard = ShardSpec(1, index=number, count=count, min_rows=1)
+        return sources.make_iterator(config, Split.TRAIN, DOCUMENTS, shard)
 
     assert (
-        sources.max_data_streams(config, Split.TRAIN) == 1
+        sources.max_data_streams(config, Split.TRAIN, DOCUMENTS) == 1
     )  # too few to be worth more, unless data_streams says so
     streams = streams_of(4, 4, make)
     seen = [tuple(row) for batch in streams for row in batch["inputs"]]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from maxtext.common.errors import ConfigError, UserError
-from maxtext.input_pipeline import make_train_iterator
+from tests.support.batches import make_train_iterator
 from tests.tokenizers.tiny import CORPUS, write_bpe, write_sentencepiece, write_tiktoken
 
 ROWS = {"packing": False, "max_target_length": 600, "vocab_size": 1000, "grain_file_type": "jsonl"}

@@ -10,9 +10,9 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from maxtext.input_pipeline import ShardSpec, Split, make_train_iterator, open_data_streams
-from maxtext.input_pipeline.sources import make_iterator
+from maxtext.input_pipeline import ShardSpec, Split
 from tests.input_pipeline.corpora import SOURCES
+from tests.support.batches import make_iterator, make_train_iterator, open_data_streams
 
 pytestmark = pytest.mark.usefixtures("few_open_rows")
 PACKINGS = ["first_fit", "best_fit", "concat_then_split", "none"]

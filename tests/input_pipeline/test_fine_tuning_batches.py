@@ -8,18 +8,16 @@ import pytest
 
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.configs.types import DatasetType
-from maxtext.input_pipeline import (
-    FIELDS,
-    ShardSpec,
-    Split,
+from maxtext.input_pipeline import FIELDS, ShardSpec, Split
+from maxtext.input_pipeline.encode_rows import encode_pair, encode_row
+from maxtext.input_pipeline.formats import encode_example
+from tests.input_pipeline.corpora import write_array_records
+from tests.support.batches import (
     batch_fields,
     make_eval_iterator,
     make_train_iterator,
     open_data_streams,
 )
-from maxtext.input_pipeline.encode_rows import encode_pair, encode_row
-from maxtext.input_pipeline.formats import encode_example
-from tests.input_pipeline.corpora import write_array_records
 from tests.tokenizers.tiny import write_bpe
 
 WORDS = ["fox", "dog", "seven wizards", "hot tea", "Äpfel", "日本", "1234"]
@@ -155,7 +153,7 @@ def test_dropped_rows_are_counted_and_reported(configured, caplog, monkeypatch):
 
 def test_data_without_a_learned_token_raises(configured):
     config = configured([{"messages": [{"role": "user", "content": "nobody"}]}] * 4)
-    with pytest.raises(ConfigError, match="grain_train_files has no row with a learned token"):
+    with pytest.raises(ConfigError, match="grain_train_files has no row with a token to train on"):
         make_train_iterator(config)
 
 
@@ -322,7 +320,7 @@ def test_too_few_pairs(configured):
 def test_rows_without_learned_tokens_are_not_read_forever(configured):
     rows = [{"messages": [{"role": "user", "content": "hi"}]}] * 3
     config = configured(rows, packing=True, num_epoch=2**31 - 1)
-    with pytest.raises(ConfigError, match="has no row with a learned token"):
+    with pytest.raises(ConfigError, match="has no row with a token to train on"):
         next(make_train_iterator(config, ShardSpec(4)))
 
 

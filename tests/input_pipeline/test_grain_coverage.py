@@ -7,8 +7,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from maxtext.input_pipeline import ShardSpec, Split, make_eval_iterator, make_train_iterator
-from maxtext.input_pipeline.sources import make_iterator
+from maxtext.input_pipeline import ShardSpec, Split
+from tests.support.batches import make_eval_iterator, make_iterator, make_train_iterator
 
 pytestmark = pytest.mark.usefixtures("few_open_rows")
 

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from maxtext.common.errors import ConfigError, UserError
-from maxtext.input_pipeline import make_train_iterator, prefetch
+from maxtext.input_pipeline import prefetch
+from tests.support.batches import make_train_iterator
 
 pytestmark = pytest.mark.usefixtures("few_open_rows")
 

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from maxtext.common.errors import ConfigError
-from maxtext.input_pipeline import FIELDS, make_train_iterator
+from maxtext.input_pipeline import FIELDS
+from tests.support.batches import make_train_iterator
 
 BOS, EOS = 1, 2
 A, B, C, D, E, F, G = range(100, 107)  # "a" is byte 97, and bytes start at 3

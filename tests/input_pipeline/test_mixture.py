@@ -7,7 +7,7 @@ import pytest
 
 from maxtext.input_pipeline import ShardSpec, Split
 from maxtext.input_pipeline.mixture import documents_read
-from maxtext.input_pipeline.sources import make_iterator
+from tests.support.batches import make_iterator
 
 SMALL, LARGE = 8, 40
 

@@ -10,15 +10,10 @@ import pytest
 
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.configs.types import DatasetType
-from maxtext.input_pipeline import (
-    ShardSpec,
-    Split,
-    make_eval_iterator,
-    make_train_iterator,
-    max_data_streams,
-)
+from maxtext.input_pipeline import ShardSpec, Split, max_data_streams
 from maxtext.input_pipeline.olmo_index import write_index
-from maxtext.input_pipeline.sources import make_iterator
+from maxtext.input_pipeline.row_formats import DOCUMENTS
+from tests.support.batches import make_eval_iterator, make_iterator, make_train_iterator
 
 LENGTH = 8
 SIZES = (3 * LENGTH + 5, LENGTH - 1, 20 * LENGTH, 7 * LENGTH + 1)  # 30 instances
@@ -271,5 +266,5 @@ def test_position_in_another_index_raises(corpus):
 
 def test_streams_and_evaluation(corpus):
     config = corpus(shards())
-    assert max_data_streams(config, Split.TRAIN) == 1  # of thirty instances
+    assert max_data_streams(config, Split.TRAIN, DOCUMENTS) == 1  # of thirty instances
     assert make_eval_iterator(config) is None

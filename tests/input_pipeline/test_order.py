@@ -7,11 +7,11 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from maxtext.input_pipeline import make_train_iterator
 from maxtext.input_pipeline.formats import cache
 from maxtext.input_pipeline.formats.parquet import ParquetRows
 from maxtext.input_pipeline.interface import ShardSpec
 from maxtext.input_pipeline.order import PERMUTATIONS, epoch_order, split_blocks
+from tests.support.batches import make_train_iterator
 
 
 def test_split_blocks_cover_every_document_once_in_order():

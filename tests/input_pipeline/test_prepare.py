@@ -22,10 +22,11 @@ from array_record.python.array_record_module import ArrayRecordReader
 
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.configs.types import DatasetType
-from maxtext.input_pipeline import make_train_iterator
 from maxtext.input_pipeline import prepare as prepare_module
 from maxtext.input_pipeline.prepare import prepare, training_overrides
+from maxtext.input_pipeline.row_formats import DOCUMENTS
 from tests.input_pipeline.corpora import SOURCES
+from tests.support.batches import make_train_iterator
 
 KINDS = [
     "text",
@@ -107,7 +108,7 @@ def test_every_kind_of_file(kind, make_config, tmp_path):
     (tmp_path / "in").mkdir()
     texts = documents(10)
     config = make_config(**SOURCES[kind](tmp_path / "in", texts))
-    prepared = prepare(config, tmp_path / "out", 4, workers=1)
+    prepared = prepare(config, DOCUMENTS, tmp_path / "out", 4, workers=1)
     assert records_of(tmp_path / "out") == [by_hand(text) for text in texts]
     assert prepared.shards == 3
     assert (prepared.counts.documents, prepared.counts.records, prepared.counts.bad) == (10, 10, 0)
@@ -120,7 +121,7 @@ def test_every_kind_of_file(kind, make_config, tmp_path):
 @pytest.mark.parametrize(("bos", "eos"), [(True, False), (False, True), (False, False)])
 def test_special_tokens_as_configured(bos, eos, make_config, write, tmp_path):
     config = make_config(grain_train_files=write("ab", "c"), add_bos=bos, add_eos=eos)
-    prepare(config, tmp_path / "out", None, workers=1)
+    prepare(config, DOCUMENTS, tmp_path / "out", None, workers=1)
     expected = [[*[1] * bos, *(byte + 3 for byte in text), *[2] * eos] for text in (b"ab", b"c")]
     assert records_of(tmp_path / "out") == expected
 
@@ -143,7 +144,7 @@ def test_trained_tokenizer(make_config, write, tmp_path):
         tokenizer_path=str(tmp_path / "learnt"),
         vocab_size=300,
     )
-    prepare(config, tmp_path / "out", None, workers=1)
+    prepare(config, DOCUMENTS, tmp_path / "out", None, workers=1)
     assert records_of(tmp_path / "out") == [
         [*library.encode(text).ids, library.token_to_id("</s>")] for text in texts
     ]
@@ -151,7 +152,7 @@ def test_trained_tokenizer(make_config, write, tmp_path):
 
 def test_empty_documents_have_no_record(make_config, write, tmp_path):
     config = make_config(grain_train_files=write("", "ab", "", "c", ""))
-    prepared = prepare(config, tmp_path / "out", 1, workers=1)
+    prepared = prepare(config, DOCUMENTS, tmp_path / "out", 1, workers=1)
     assert records_of(tmp_path / "out") == [by_hand("ab"), by_hand("c")]
     assert (prepared.counts.documents, prepared.counts.records, prepared.shards) == (5, 2, 5)
     with pytest.raises(UserError, match="none of the 1 documents has tokens"):
@@ -163,6 +164,7 @@ def test_empty_documents_have_no_record(make_config, write, tmp_path):
                 add_bos=False,
                 add_eos=False,
             ),
+            DOCUMENTS,
             tmp_path / "none",
             None,
             workers=1,
@@ -200,7 +202,7 @@ def test_training_on_prepared_data_gives_the_same_batches(
         | how
     )
     raw = make_config(**SOURCES[kind](tmp_path / "in", documents(30)), **settings)
-    prepare(raw, tmp_path / "out", 7, workers=1)
+    prepare(raw, DOCUMENTS, tmp_path / "out", 7, workers=1)
     prepared = make_config(
         grain_file_type="arrayrecord",
         grain_train_files=f"{tmp_path}/out/*.array_record",
@@ -218,12 +220,12 @@ def test_training_on_prepared_data_gives_the_same_batches(
 def test_shards_depend_on_the_data_only(make_config, write, tmp_path, monkeypatch):
     monkeypatch.setattr(prepare_module, "MIN_SHARD_BYTES", 10)
     config = make_config(grain_train_files=write(*["0123456789"] * 6))
-    prepared = prepare(config, tmp_path / "out", None, workers=1)
+    prepared = prepare(config, DOCUMENTS, tmp_path / "out", None, workers=1)
     assert prepared.shards == 6
     names = sorted(path.name for path in (tmp_path / "out").glob("*.array_record"))
     assert names[0] == "tokens-00000-of-00006.array_record"
     monkeypatch.setattr(prepare_module, "MIN_SHARD_BYTES", 35)
-    assert prepare(config, tmp_path / "other", None, workers=1).shards == 2
+    assert prepare(config, DOCUMENTS, tmp_path / "other", None, workers=1).shards == 2
 
 
 # Going on.
@@ -232,9 +234,9 @@ def test_shards_depend_on_the_data_only(make_config, write, tmp_path, monkeypatc
 def test_finished_shards_are_kept(make_config, write, tmp_path):
     texts = documents(9)
     config, out = make_config(grain_train_files=write(*texts)), tmp_path / "out"
-    prepare(config, out, 2, workers=1)
+    prepare(config, DOCUMENTS, out, 2, workers=1)
     before = contents(out)
-    again = prepare(config, out, 2, workers=1)
+    again = prepare(config, DOCUMENTS, out, 2, workers=1)
     assert (again.tokens, again.counts.records) == (0, 9)
     # One lost, one cut, one that the manifest does not know yet, and what a killed run leaves
     # behind.
@@ -247,7 +249,7 @@ def test_finished_shards_are_kept(make_config, write, tmp_path):
     (out / f".{files[0].name}.tmp").write_bytes(b"half")
     (out / ".manifest.json.abc.tmp").write_bytes(b"half")
     mtimes = {path.name: path.stat().st_mtime_ns for path in files[3:]}
-    prepared = prepare(config, out, 2, workers=1)
+    prepared = prepare(config, DOCUMENTS, out, 2, workers=1)
     assert contents(out) == before
     assert mtimes == {path.name: path.stat().st_mtime_ns for path in files[3:]}
     assert prepared.tokens == sum(len(by_hand(text)) for text in texts[:6])
@@ -259,6 +261,7 @@ from pathlib import Path
 from maxtext.configs.load import base_values
 from maxtext.configs.types import DatasetType
 import maxtext.input_pipeline.prepare as module
+from maxtext.input_pipeline.row_formats import DOCUMENTS
 
 files, out, workers = sys.argv[1:]
 settings = dict(
@@ -269,7 +272,8 @@ settings = dict(
     grain_train_files=files,
 )
 module.SAVE_SECONDS = 0.0
-module.prepare(base_values().model_copy(update=settings), Path(out), 100, int(workers))
+config = base_values().model_copy(update=settings)
+module.prepare(config, DOCUMENTS, Path(out), 100, int(workers))
 """
 
 
@@ -316,10 +320,10 @@ def test_locks_the_output_folder(make_config, write, tmp_path, monkeypatch):
     fcntl.flock(handle, fcntl.LOCK_EX)
     config = make_config(grain_train_files=write("abc"))
     with pytest.raises(ConfigError, match="another run writes there"):
-        prepare(config, out, None, workers=1)
+        prepare(config, DOCUMENTS, out, None, workers=1)
     assert not contents(out)
     os.close(handle)
-    prepare(config, out, None, workers=1)
+    prepare(config, DOCUMENTS, out, None, workers=1)
 
 
 # Refused, with nothing changed.
@@ -328,14 +332,14 @@ def test_locks_the_output_folder(make_config, write, tmp_path, monkeypatch):
 def refused(match, config, out, shard_documents=2):
     before = contents(out) if out.is_dir() else out.exists()
     with pytest.raises(ConfigError, match=match):
-        prepare(config, out, shard_documents, workers=1)
+        prepare(config, DOCUMENTS, out, shard_documents, workers=1)
     assert (contents(out) if out.is_dir() else out.exists()) == before
 
 
 def test_resume_with_other_settings_raises(make_config, write, tmp_path):
     folder, out = write(*documents(5)), tmp_path / "out"
     files = dict(grain_train_files=folder)
-    prepare(make_config(**files), out, 2, workers=1)
+    prepare(make_config(**files), DOCUMENTS, out, 2, workers=1)
     refused(r"begun with end \[2\], but now it is \[\]", make_config(**files, add_eos=False), out)
     refused(r"begun with beginning \[1\]", make_config(**files, add_bos=False), out)
     refused(
@@ -350,12 +354,8 @@ def test_resume_with_other_settings_raises(make_config, write, tmp_path):
         out,
     )
     # What has no part in the bytes may change.
-    assert (
-        prepare(
-            make_config(**files, max_target_length=4, max_bad_records=7), out, 2, workers=1
-        ).tokens
-        == 0
-    )
+    config = make_config(**files, max_target_length=4, max_bad_records=7)
+    assert prepare(config, DOCUMENTS, out, 2, workers=1).tokens == 0
     first = Path(folder) / "000.txt"
     stat = first.stat()
     os.utime(first, ns=(stat.st_atime_ns, stat.st_mtime_ns + 1))
@@ -365,7 +365,7 @@ def test_resume_with_other_settings_raises(make_config, write, tmp_path):
     refused("begun with documents 5|new.txt has been added since", make_config(**files), out)
     (Path(folder) / "new.txt").unlink()
     (Path(folder) / "new.txt").mkdir()
-    assert prepare(make_config(**files), out, 2, workers=1).tokens == 0
+    assert prepare(make_config(**files), DOCUMENTS, out, 2, workers=1).tokens == 0
     (out / "notes.txt").write_text("mine")
     refused("holds other files, such as notes.txt", make_config(**files), out)
     (out / "notes.txt").unlink()
@@ -409,19 +409,19 @@ def test_bad_records_are_counted_over_all_runs(make_config, tmp_path):
         )
 
     with pytest.raises(UserError, match="line 2.*max_bad_records=0"):
-        prepare(config(0), out, 2, workers=1)
+        prepare(config(0), DOCUMENTS, out, 2, workers=1)
     assert sorted(contents(out)) == ["manifest.json"]
     for _ in range(2):  # the second run finds the first bad record in the manifest
         with pytest.raises(UserError, match="line 5.*max_bad_records=1"):
-            prepare(config(1), out, 2, workers=1)
+            prepare(config(1), DOCUMENTS, out, 2, workers=1)
         assert len(list(out.glob("*.array_record"))) == 2  # what was finished is kept
-    prepared = prepare(config(2), out, 2, workers=1)
+    prepared = prepare(config(2), DOCUMENTS, out, 2, workers=1)
     assert (prepared.counts.bad, prepared.counts.records) == (2, 4)
     assert records_of(out) == [
         by_hand(text) for index, text in enumerate(documents(6)) if index not in (1, 4)
     ]
     with pytest.raises(UserError, match="max_bad_records=0"):
-        prepare(config(0), tmp_path / "by others", 2, workers=2)
+        prepare(config(0), DOCUMENTS, tmp_path / "by others", 2, workers=2)
     assert not list((tmp_path / "by others").glob(".*"))  # nobody writes any more
 
 

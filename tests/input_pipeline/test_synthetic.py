@@ -7,8 +7,8 @@ import pytest
 
 from maxtext.common.errors import ConfigError
 from maxtext.configs.types import DatasetType
-from maxtext.input_pipeline import FIELDS, ShardSpec, Split, make_eval_iterator, make_train_iterator
-from maxtext.input_pipeline.sources import make_iterator
+from maxtext.input_pipeline import FIELDS, ShardSpec, Split
+from tests.support.batches import make_eval_iterator, make_iterator, make_train_iterator
 
 
 @pytest.fixture

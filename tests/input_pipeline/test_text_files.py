@@ -5,15 +5,9 @@ import pytest
 
 from maxtext.common.errors import ConfigError
 from maxtext.configs.types import DatasetType
-from maxtext.input_pipeline import (
-    ShardSpec,
-    Split,
-    make_eval_iterator,
-    make_train_iterator,
-    pipeline,
-)
+from maxtext.input_pipeline import ShardSpec, Split, pipeline
 from maxtext.input_pipeline.formats import find_files
-from maxtext.input_pipeline.sources import make_iterator
+from tests.support.batches import make_eval_iterator, make_iterator, make_train_iterator
 
 
 @pytest.fixture

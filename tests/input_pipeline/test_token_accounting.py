@@ -11,9 +11,9 @@ import pytest
 
 from maxtext.common.errors import ConfigError
 from maxtext.configs.derive import Devices
-from maxtext.input_pipeline import Split, make_train_iterator, open_data_streams
-from maxtext.input_pipeline.truncation import truncated_share
+from maxtext.input_pipeline import Split
 from maxtext.models.configuration import load
+from tests.support.batches import make_train_iterator, open_data_streams, truncated_share
 
 LENGTH, ROWS = 96, 6
 TEXTS = [

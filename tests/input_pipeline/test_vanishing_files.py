@@ -9,9 +9,9 @@ from itertools import islice
 import pytest
 
 from maxtext.common.errors import UserError
-from maxtext.input_pipeline import make_train_iterator
 from maxtext.input_pipeline.formats import cache
 from tests.input_pipeline.corpora import SOURCES
+from tests.support.batches import make_train_iterator
 
 # Files of many pages: a mapped file that loses its last page ends the process that reads from it.
 DOCUMENTS = [f"document number {number:03} of many, " * 100 for number in range(120)]

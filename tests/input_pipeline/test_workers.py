@@ -13,11 +13,12 @@ import pytest
 
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.input_pipeline import DataStreams, ShardSpec, Split, workers
-from maxtext.input_pipeline.sources import make_iterator
+from maxtext.input_pipeline.row_formats import DOCUMENTS
 from maxtext.input_pipeline.subprocesses import start_program
-from maxtext.input_pipeline.workers import Workers, data_stream_factory, worker_count
+from maxtext.input_pipeline.workers import Workers, worker_count
+from tests.support.batches import data_stream_factory, make_iterator
 
-DOCUMENTS = [
+TEXTS = [
     "".join(chr(97 + (index * number) % 26) for index in range(number % 30)) for number in range(40)
 ]
 
@@ -25,7 +26,7 @@ DOCUMENTS = [
 @pytest.fixture
 def config(make_config, write):
     return make_config(
-        grain_train_files=write(*DOCUMENTS),
+        grain_train_files=write(*TEXTS),
         enable_data_shuffling=True,
         use_truncation=False,
         num_epoch=2,
@@ -101,7 +102,7 @@ def test_error_of_one_stream_is_raised_when_streams_open_in_parallel(config):
 
 @pytest.mark.slow
 def test_dead_worker_raises(config):
-    stream = Workers(1).open(config, Split.TRAIN, ShardSpec(1))
+    stream = Workers(1).open(config, Split.TRAIN, DOCUMENTS, ShardSpec(1))
     next(stream)
     stream.worker.process.kill()
     stream.worker.process.wait()
@@ -118,8 +119,9 @@ def test_workers_end_with_their_process(config, tmp_path):
     script = (
         "import pickle, sys, time\n"
         "from maxtext.input_pipeline import ShardSpec, Split, data_stream_factory\n"
+        "from maxtext.input_pipeline.row_formats import DOCUMENTS\n"
         f"config = pickle.load(open({str(tmp_path / 'config')!r}, 'rb'))\n"
-        "stream = data_stream_factory(config, Split.TRAIN)(ShardSpec(1))\n"
+        "stream = data_stream_factory(config, Split.TRAIN, DOCUMENTS)(ShardSpec(1))\n"
         "print(stream.worker.process.pid, flush=True)\n"
         "time.sleep(60)\n"
     )
@@ -151,15 +153,12 @@ def test_workers_ignore_sigint_from_the_start():
 
 def test_worker_count(make_config, monkeypatch):
     monkeypatch.setattr(workers, "num_cores", lambda: 6)
-    assert worker_count(make_config(grain_worker_count=3), Split.TRAIN) == 3
-    assert (
-        worker_count(make_config(grain_worker_count=3, grain_worker_count_eval=0), Split.EVAL) == 0
-    )
-    assert (
-        worker_count(make_config(grain_worker_count=-1, grain_ram_budget_mb=10**6), Split.TRAIN)
-        == 6
-    )
-    assert (
-        worker_count(make_config(grain_worker_count=-1, grain_ram_budget_mb=1024), Split.TRAIN) == 4
-    )
-    assert worker_count(make_config(grain_worker_count=-1, grain_ram_budget_mb=1), Split.TRAIN) == 1
+
+    def count(split=Split.TRAIN, **settings):
+        return worker_count(make_config(**settings), split, DOCUMENTS)
+
+    assert count(grain_worker_count=3) == 3
+    assert count(Split.EVAL, grain_worker_count=3, grain_worker_count_eval=0) == 0
+    assert count(grain_worker_count=-1, grain_ram_budget_mb=10**6) == 6
+    assert count(grain_worker_count=-1, grain_ram_budget_mb=1024) == 4
+    assert count(grain_worker_count=-1, grain_ram_budget_mb=1) == 1

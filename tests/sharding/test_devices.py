@@ -14,6 +14,7 @@ from maxtext.sharding import AxisRules, make_mesh
 from maxtext.trainers.checkpointing.init_state import initial_state
 from maxtext.trainers.compilation.compile import compile_train_step
 from maxtext.trainers.data_loader import to_devices
+from maxtext.trainers.methods import method_of
 from maxtext.trainers.objective import LanguageModelObjective
 from maxtext.trainers.run_context import RunContext
 from tests.compiling import cpu_devices
@@ -124,6 +125,7 @@ def single():
     template = make_template(config)
     rules = AxisRules.from_config(config, make_mesh(config, jax.devices()[:1]))
     context = RunContext(
+        method=method_of(config),
         rules=rules,
         objective=LanguageModelObjective(config, template),
         optimizer=build_optimizer(config, template.axes),

@@ -343,7 +343,7 @@ def run_training(configure, light_compiler, tmp_path_factory):
                 patch.setattr(
                     loader,
                     "data_stream_factory",
-                    lambda config, split: lambda share: Scripted(batches),
+                    lambda *_: lambda share: Scripted(batches),
                 )
             try:
                 result.result = train.train(result.config)

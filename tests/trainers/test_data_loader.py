@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from maxtext.input_pipeline import ShardSpec, Split, pipeline
-from maxtext.input_pipeline.sources import make_iterator
 from maxtext.trainers.data_loader import TrainDataLoader
 from maxtext.trainers.run_context import RunContext
 from tests.compiling import cpu_devices
+from tests.support.batches import make_iterator
 from tests.trainers.conftest import TINY, with_defaults
 
 FIELD = "inputs"

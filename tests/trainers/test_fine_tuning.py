@@ -133,7 +133,7 @@ def test_xla_counts_the_flops_of_adapters(configure):
         (["{"] * 4, (), "line . is not|line .: invalid JSON"),
         (['{"prompt": "x", "completion": ""}'] * 4, (), "line .: column completion is empty"),
         ([], (), "are empty"),
-        (ROWS, ("max_target_length=2",), "no row with a learned token"),
+        (ROWS, ("max_target_length=2",), "no row with a token to train on"),
         (ROWS, ("lora_rank=2", "lora_target_modules=[q_porj]"), "did you mean q_proj"),
         (ROWS, ("lora_restore_path=/nowhere",), "/nowhere has no adapter_config.json"),
         (

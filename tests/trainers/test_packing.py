@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from maxtext.input_pipeline import ShardSpec, Split
-from maxtext.input_pipeline.sources import make_iterator
+from tests.support.batches import make_iterator
 from tests.trainers.test_families import DELTA, EXPERTS, LATENT, SGD, WINDOW, kinds
 
 MODELS = {

@@ -12,9 +12,9 @@ from maxtext.common.trees import flatten_dict
 from maxtext.input_pipeline import FIELDS
 from maxtext.trainers.checkpointing.init_state import initial_weights, with_reference
 from maxtext.trainers.compilation.compile import compile_train_step
-from maxtext.trainers.preference.objective import REFERENCE_LOGPS
-from maxtext.trainers.preference.reference_logps import compile_reference
-from maxtext.trainers.rl.rollout_step import compile_score
+from maxtext.trainers.methods.preference.objective import REFERENCE_LOGPS
+from maxtext.trainers.methods.preference.reference_logps import compile_reference
+from maxtext.trainers.methods.rl.rollout_step import compile_score
 from tests.trainers.conftest import LENGTH, ROWS, VOCABULARY
 from tests.trainers.test_families import FAMILIES, INDEXED
 

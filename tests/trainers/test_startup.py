@@ -99,7 +99,7 @@ def flags(monkeypatch):
         "maxtext.trainers.train.run_folder",
         "maxtext.cli.estimate.estimate_memory",
         "maxtext.trainers.compilation.aot.check_writable",
-        "maxtext.trainers.distillation.write_logits.write_logits",
+        "maxtext.trainers.methods.distillation.write_logits.write_logits",
     ):
         monkeypatch.setattr(name, stop)
     yield jax.config

@@ -109,7 +109,7 @@ def run(args: list[str]) -> int:
     num_rows = ROWS if rows is None else rows
     shown, documents, reports = read_batches(config, evaluation, batches, num_rows, statistics)
     summary = statistics.summary(documents)
-    if is_fine_tuning(config):
+    if has_masks(config):
         summary["learned_tokens"] = statistics.learned
         summary["reports"] = [
             {"rows_that": remark, "rows": count, "first": example}
@@ -142,7 +142,7 @@ def decoder_of(config: MaxTextConfig, tokenized: bool) -> TextDecoder | IdPrinte
 def detects_truncation(config: MaxTextConfig, tokenized: bool) -> bool:
     """Whether exactly the truncated documents fill a row and lack the end token."""
     splits_documents = config.packing and config.grain_packing_type == "concat_then_split"
-    is_document = not (config.use_chat_template or is_fine_tuning(config))
+    is_document = not (config.use_chat_template or has_masks(config))
     has_eos = tokenized and config.add_eos and is_document
     return (
         config.use_truncation
@@ -163,19 +163,25 @@ def read_batches(
     from maxtext.input_pipeline import Split, open_data_streams
     from maxtext.input_pipeline.encode import shared_encoder
     from maxtext.input_pipeline.encode_rows import TextEncoder
-    from maxtext.trainers.batch_size import batch_size_at, batch_sizes
+    from maxtext.trainers.methods import method_of
 
     start = time.perf_counter()
     # Workers do not change the batches, and take longer to start than reading a few of them.
     config = config.model_copy(update={"grain_worker_count": 0, "grain_worker_count_eval": 0})
     split = Split.EVAL if evaluation else Split.TRAIN
-    encoder = shared_encoder(config, split) if is_fine_tuning(config) else None
+    method = method_of(config)
+    row_format = method.row_format(config)
+    encoder = shared_encoder(config, split, row_format) if has_masks(config) else None
     if evaluation:
         size = config.global_batch_size_to_eval_on
-        iterator = open_data_streams(config, Split.EVAL, lambda step: size, [size])
+        iterator = open_data_streams(config, Split.EVAL, row_format, lambda step: size, [size])
     else:
         iterator = open_data_streams(
-            config, Split.TRAIN, partial(batch_size_at, config), batch_sizes(config)
+            config,
+            Split.TRAIN,
+            row_format,
+            rows=partial(method.batches.rows_to_read, config),
+            sizes=method.batches.sizes_to_read(config),
         )
     if iterator is None:
         raise ConfigError(
@@ -186,7 +192,7 @@ def read_batches(
         while statistics.batches < batches and (batch := next(iterator, None)) is not None:
             statistics.add(batch, time.perf_counter() - start)
             count = min(rows, len(next(iter(batch.values()))))
-            masked = is_fine_tuning(config)
+            masked = has_masks(config)
             shown.append([segments(batch, row, masked) for row in range(count)])
             start = time.perf_counter()
         stream = next(iter(iterator.get_state()["streams"].values()))
@@ -197,10 +203,12 @@ def read_batches(
     return shown, documents, reports
 
 
-def is_fine_tuning(config: MaxTextConfig) -> bool:
-    """Whether the data has rows or pairs (and not random tokens in their place)."""
-    has_rows = config.use_sft or config.use_dpo or bool(config.use_grpo)
-    return has_rows and config.dataset_type.value not in TOKEN_SOURCES
+def has_masks(config: MaxTextConfig) -> bool:
+    """Whether the data has rows with masks (and not random tokens in their place)."""
+    from maxtext.trainers.methods import method_of
+
+    row_format = method_of(config).row_format(config)
+    return row_format.has_masks and config.dataset_type.value not in TOKEN_SOURCES
 
 
 def row_data(row: Row, decoder: TextDecoder | IdPrinter) -> list[dict[str, Any]]:

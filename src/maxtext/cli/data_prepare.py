@@ -20,6 +20,7 @@ LINE_SECONDS = 10.0  # between two lines of progress without a terminal
 def run(args: list[str]) -> int:
     from maxtext.input_pipeline.prepare import prepare, training_overrides
     from maxtext.tokenizers.text_utils import num_cores
+    from maxtext.trainers.methods import method_of
 
     out = arguments.take_value(args, "--out")
     workers = take_number(args, "--workers", least=1) or num_cores()
@@ -30,8 +31,9 @@ def run(args: list[str]) -> int:
         )
     folder = local_path(out)
     config = load_config(args)
+    row_format = method_of(config).row_format(config)
     with ProgressReport(f"preparing {folder}") as report:
-        result = prepare(config, folder, shard_documents, workers, report)
+        result = prepare(config, row_format, folder, shard_documents, workers, report)
     counts = result.counts
     rows = [("documents", f"{counts.documents:,}"), ("records", f"{counts.records:,}")]
     rows += [("tokens", f"{counts.tokens:,}"), ("bad records", f"{counts.bad:,}")]

@@ -23,12 +23,17 @@ def run(args: list[str]) -> int:
     from functools import partial
 
     from maxtext.input_pipeline import Split, open_data_streams, prefetch
-    from maxtext.trainers.batch_size import batch_size_at, batch_sizes
+    from maxtext.trainers.methods import method_of
 
     config = load_config(args)
     start = time.perf_counter()
+    method = method_of(config)
     streams = open_data_streams(
-        config, Split.TRAIN, partial(batch_size_at, config), batch_sizes(config)
+        config,
+        Split.TRAIN,
+        method.row_format(config),
+        rows=partial(method.batches.rows_to_read, config),
+        sizes=method.batches.sizes_to_read(config),
     )
     assert streams is not None, "a source has training data, or says what is missing"
     batches = prefetch(streams, PREFETCHED_BATCHES)

@@ -31,7 +31,7 @@ def run(args: list[str]) -> int:
     ledger.refuse_unsupported_model(config, base_values())
     check_has_data(config)
     configure_process(config)
-    from maxtext.trainers.distillation.write_logits import write_logits
+    from maxtext.trainers.methods.distillation.write_logits import write_logits
 
     num_parts, num_rows = write_logits(config, folder, int(text), checkpoint)
     wrote = f"wrote {num_rows} rows in {num_parts} parts to"

@@ -7,6 +7,7 @@ from maxtext.cli import arguments, positionals
 from maxtext.cli.generation import load_session, note, resolve_named_model
 from maxtext.common.errors import ConfigError
 from maxtext.configs import sources
+from maxtext.configs.derive import run_folder
 
 PRESET = str(sources.HERE / "evaluate.yml")
 
@@ -17,23 +18,22 @@ def run(args: list[str]) -> int:
     file, overrides = positionals.split(args, data="eval")
     overrides += adapter
     if file is not None:
-        overrides.append("use_grpo=true")
+        overrides += sources.METHOD_KEYS["grpo"]
     file = file or PRESET
     model = resolve_named_model("maxtext evaluate MODEL DATA", file, overrides)
     config = model.config
     if config.num_test_batches == 0:
         raise ConfigError("num_test_batches=0 leaves nothing to evaluate: raise it, or set -1")
-    from maxtext.trainers.rl.response_evaluation import (
+    from maxtext.trainers.methods.rl.response_evaluation import (
         evaluate_llm_responses,
         require_problems,
         write_responses,
     )
-    from maxtext.trainers.rl.rewards.builtin import run_rewards
-    from maxtext.trainers.train import run_folder
+    from maxtext.trainers.methods.rl.rewards.builtin import build_rewards
 
     problems = require_problems(config)  # an error comes before the weights are loaded
     session = load_session(model)
-    evaluation = evaluate_llm_responses(config, session.llm, problems, run_rewards(config))
+    evaluation = evaluate_llm_responses(config, session.llm, problems, build_rewards(config))
     if config.eval_make_lst:
         note(f"wrote {write_responses(config, evaluation, Path(run_folder(config)))}")
     metrics = evaluation.metrics

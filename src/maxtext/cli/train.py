@@ -23,16 +23,6 @@ if TYPE_CHECKING:
 SAMPLE_TOKENS = 300
 
 
-# The keys that choose the method of a command, if a FILE replaces its preset.
-METHOD_KEYS = {
-    "sft": ["use_sft=true"],
-    "dpo": ["use_dpo=true"],
-    "orpo": ["use_dpo=true", "dpo_loss_type=orpo"],
-    "distill": [],
-    "grpo": ["use_grpo=true"],
-}
-
-
 def run_method(method: str, args: list[str]) -> int:
     """`maxtext sft`, `dpo`, `orpo`, `distill` and `grpo`: `maxtext train` with a preset."""
     force = arguments.take_force(args := list(args))
@@ -54,7 +44,7 @@ def run_method(method: str, args: list[str]) -> int:
     if path is None:
         path = str(sources.HERE / f"{method}.yml")
     else:
-        overrides = [*overrides, *METHOD_KEYS[method]]
+        overrides = [*overrides, *sources.METHOD_KEYS[method]]
     layer = sources.from_overrides(overrides)
     if method == "distill":
         check_has_teacher(path, layer)

@@ -331,8 +331,9 @@ def rampup_end_step(config: MaxTextConfig) -> int | None:
 # Folders.
 
 
-def run_folder(config: MaxTextConfig, name: str) -> str:
-    return os.path.join(config.base_output_directory, config.run_name, name)
+def run_folder(config: MaxTextConfig, *names: str) -> str:
+    """The folder of a run, or a path in it."""
+    return os.path.join(config.base_output_directory, config.run_name, *names)
 
 
 @derived

@@ -27,6 +27,15 @@ LAYOUTS = HERE / "layouts"  # of custom_mesh_and_rule
 NESTED = ("student_overrides", "teacher_overrides")
 LONGEST_WORD = 100  # characters of a misspelt name that are compared with known names
 
+# The keys that choose the method of a command, if a FILE replaces its preset.
+METHOD_KEYS = {
+    "sft": ["use_sft=true"],
+    "dpo": ["use_dpo=true"],
+    "orpo": ["use_dpo=true", "dpo_loss_type=orpo"],
+    "distill": [],
+    "grpo": ["use_grpo=true"],
+}
+
 
 def short(path: Path) -> str:
     """A path for messages: relative to this folder or the current one if it is below either."""

@@ -2,8 +2,8 @@
 
 Each record has `step`, counted from 0. A training step has `loss`, `lm_loss`, `learning_rate`,
 `grad_norm` (after clipping), `raw_grad_norm` (before), `param_norm`, `total_weights` (tokens that
-counted in the loss), with use_sft `computed_tokens` (prompts included; with use_grpo, where a
-prompt is computed once for several completions), the four of TIMING (rates are means over about a
+counted in the loss), with prompts `computed_tokens` (prompts included; a prompt that is computed
+once for several completions counts once), the four of TIMING (rates are means over about a
 second of steps), and all other metrics of the step. A record may have only some of them; that of an
 evaluation has `step` and `eval_loss`. None means unknown.
 """

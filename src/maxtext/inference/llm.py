@@ -311,13 +311,19 @@ class LLM(AdapterMethods):
             if delta.completion is not None:
                 yield "", delta.completion
 
-    def completions(self, requests: Iterable[GenerationRequest]) -> Iterator[Completion]:
+    def completions(
+        self,
+        requests: Iterable[GenerationRequest],
+        spare_tokens: int = 0,
+        memory_fraction: float = MAX_CACHE_FRACTION,
+    ) -> Iterator[Completion]:
         """The completions of requests, `n` for each, in the order in which they finish. A request
         that cannot be served has one completion with its error; the others go on.
 
         An iterator is read as slots become free, and per_device_batch_size requests a device run at
-        a time. A list may run more at a time, up to what fits in memory, unless prefixes are cached
-        from call to call.
+        a time. A list may run more at a time, up to what fits in `memory_fraction` of the free
+        memory with `spare_tokens` more for each than its length, unless prefixes are cached from
+        call to call.
         """
         slots, length = self.config.global_batch_size_to_load, self.config.max_target_length
         if isinstance(requests, Sequence) and not self.config.enable_prefix_caching:
@@ -326,12 +332,8 @@ class LLM(AdapterMethods):
             length = min(length, next_power_of_two(max([1, *lengths])))
             wanted = next_power_of_two(max(sum(request.params.n for request in requests), 1))
             limit = self.config.max_num_seqs or max(slots, MAX_SLOTS)
-            if self.config.use_grpo:  # `maxtext evaluate`
-                length += self.config.kv_cache_buffer
-                fraction = self.config.hbm_utilization_vllm
-            else:
-                fraction = MAX_CACHE_FRACTION
-            slots = fit_slots(self.programs, min(wanted, limit), length, fraction)
+            length += spare_tokens
+            slots = fit_slots(self.programs, min(wanted, limit), length, memory_fraction)
         for delta in self.run(requests, slots, length):
             if delta.completion is not None:
                 yield delta.completion

@@ -4,7 +4,8 @@
 - synthetic: random tokens; olmo: pre-tokenized shards
 - grain_source, hf_source, tfds_source, c4_mlperf, custom: documents (formats/: files as records)
 - pipeline: order, mixture → load_documents, encode → sequences → packing → grain_batches
-- row_forms, formatting, encode_rows: rows of fine-tuning as token ids and masks
+- row_formats: what a row is, handed down by the training method; row_forms, formatting,
+  encode_rows: rows of fine-tuning as token ids and masks
 - data_streams: batches dealt from data streams; loader: the data streams of a run
 - workers: data streams in other processes (subprocesses); prefetch: batches ahead of the device
 - prepare, write_shards: documents tokenized before training
@@ -18,14 +19,12 @@ from maxtext.input_pipeline.interface import (
     DataSource,
     ShardSpec,
     Split,
-    batch_fields,
 )
 from maxtext.input_pipeline.loader import open_data_streams
 from maxtext.input_pipeline.prefetch import prefetch
+from maxtext.input_pipeline.row_formats import RowFormat
 from maxtext.input_pipeline.sources import (
     SOURCES,
-    make_eval_iterator,
-    make_train_iterator,
     max_data_streams,
 )
 from maxtext.input_pipeline.workers import data_stream_factory, worker_count
@@ -37,13 +36,11 @@ __all__ = [
     "BatchIterator",
     "DataSource",
     "DataStreams",
+    "RowFormat",
     "ShardSpec",
     "Split",
-    "batch_fields",
     "choose_stream_count",
     "data_stream_factory",
-    "make_eval_iterator",
-    "make_train_iterator",
     "max_data_streams",
     "merge_states",
     "open_data_streams",

@@ -9,17 +9,22 @@ evaluation, each record is a row; with tokenize_eval_data=false it holds token i
 from maxtext.configs.types import MaxTextConfig
 from maxtext.input_pipeline.interface import BatchIterator, ShardSpec, Split
 from maxtext.input_pipeline.pipeline import document_batches, max_streams_of
+from maxtext.input_pipeline.row_formats import RowFormat
 from maxtext.input_pipeline.tfds_source import load_components
 
 
-def c4_mlperf_source(config: MaxTextConfig, split: Split, shard: ShardSpec) -> BatchIterator | None:
+def c4_mlperf_source(
+    config: MaxTextConfig, split: Split, row_format: RowFormat, shard: ShardSpec
+) -> BatchIterator | None:
     config = as_benchmark(config, split)
     key = "dataset_name" if split is Split.TRAIN else "eval_dataset_name"
-    return document_batches(config, split, shard, load_components(config, split), key)
+    return document_batches(
+        config, split, row_format, shard, load_components(config, split, row_format), key
+    )
 
 
-def max_data_streams(config: MaxTextConfig, split: Split) -> int:
-    return max_streams_of(load_components(as_benchmark(config, split), split))
+def max_data_streams(config: MaxTextConfig, split: Split, row_format: RowFormat) -> int:
+    return max_streams_of(load_components(as_benchmark(config, split), split, row_format))
 
 
 def as_benchmark(config: MaxTextConfig, split: Split) -> MaxTextConfig:

@@ -18,6 +18,7 @@ from maxtext.configs.types import MaxTextConfig
 from maxtext.input_pipeline.formats import BadRecord, Record
 from maxtext.input_pipeline.interface import BatchIterator, ShardSpec, Split
 from maxtext.input_pipeline.pipeline import MixtureComponent, document_batches, max_streams_of
+from maxtext.input_pipeline.row_formats import RowFormat
 from maxtext.input_pipeline.user_code import failure, traceback_of
 
 TYPICAL_BYTES = 4096  # assumed size of a document
@@ -59,18 +60,24 @@ class CustomDocuments:
         return None
 
 
-def custom_source(config: MaxTextConfig, split: Split, shard: ShardSpec) -> BatchIterator | None:
-    components = load_components(config, split)
+def custom_source(
+    config: MaxTextConfig, split: Split, row_format: RowFormat, shard: ShardSpec
+) -> BatchIterator | None:
+    components = load_components(config, split, row_format)
     return (
-        document_batches(config, split, shard, components, "dataset_type") if components else None
+        document_batches(config, split, row_format, shard, components, "dataset_type")
+        if components
+        else None
     )
 
 
-def max_data_streams(config: MaxTextConfig, split: Split) -> int:
-    return max_streams_of(load_components(config, split))
+def max_data_streams(config: MaxTextConfig, split: Split, row_format: RowFormat) -> int:
+    return max_streams_of(load_components(config, split, row_format))
 
 
-def load_components(config: MaxTextConfig, split: Split) -> list[MixtureComponent]:
+def load_components(
+    config: MaxTextConfig, split: Split, row_format: RowFormat
+) -> list[MixtureComponent]:
     """Empty if the function returns no evaluation data."""
     documents = documents_of(config, split)
     return [] if documents is None else [MixtureComponent(documents)]

@@ -7,21 +7,24 @@ token ids.
 import json
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 import numpy as np
 
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.configs.types import MaxTextConfig
-from maxtext.input_pipeline.encode_rows import PairEncoder, PromptEncoder, RowEncoder
+from maxtext.input_pipeline.encode_rows import TextEncoder
 from maxtext.input_pipeline.formats import Record, UnusableRecord
-from maxtext.input_pipeline.interface import Split, is_fine_tuning
+from maxtext.input_pipeline.interface import Split
 from maxtext.tokenizers import load_tokenizer
 from maxtext.tokenizers.chat import chat_template
 
+if TYPE_CHECKING:
+    from maxtext.input_pipeline.row_formats import RowFormat
+
 # Encoders in use
-ENCODERS: "WeakValueDictionary[tuple[Split, str], RecordEncoder]" = WeakValueDictionary()
+ENCODERS: "WeakValueDictionary[tuple[type, Split, str], RecordEncoder]" = WeakValueDictionary()
 ENCODERS_LOCK = threading.Lock()
 
 
@@ -39,31 +42,23 @@ def data_columns(config: MaxTextConfig, split: Split) -> list[str]:
     return columns
 
 
-def columns_to_read(config: MaxTextConfig, split: Split) -> list[str]:
+def columns_to_read(config: MaxTextConfig, split: Split, row_format: "RowFormat") -> list[str]:
     """The columns that files have to have; none if all are read, and the form of a row follows from
     them.
     """
-    return [] if is_fine_tuning(config) else data_columns(config, split)
+    return [] if row_format.has_masks else data_columns(config, split)
 
 
-def shared_encoder(config: MaxTextConfig, split: Split) -> "RecordEncoder":
+def shared_encoder(config: MaxTextConfig, split: Split, row_format: "RowFormat") -> "RecordEncoder":
     """The encoder of a configuration, shared by all data streams of a process: a tokenizer is slow
     to load, and caches pre-tokens.
     """
-    key = (split, config.model_dump_json())
+    key = (row_format.encoder, split, config.model_dump_json())
     with ENCODERS_LOCK:
         encoder = ENCODERS.get(key)
         if encoder is None:
-            encoder = ENCODERS[key] = make_encoder(config, split)
+            encoder = ENCODERS[key] = row_format.encoder(config, split)
     return encoder
-
-
-def make_encoder(config: MaxTextConfig, split: Split) -> "RecordEncoder":
-    if config.use_grpo:
-        return PromptEncoder(config, split)
-    if config.use_dpo:
-        return PairEncoder(config, split)
-    return RowEncoder(config, split) if config.use_sft else Encoder(config, split)
 
 
 class Encoder:
@@ -86,7 +81,7 @@ class Encoder:
             self.before = special(self.tokenizer.bos_id, config.add_bos)
             self.after = special(self.tokenizer.eos_id, config.add_eos)
 
-    def adds(self) -> dict[str, bool]:
+    def position_fingerprint(self) -> dict[str, bool]:
         """Which special tokens are added to each document: they change how documents are packed."""
         return {"add_bos": len(self.before) > 0, "add_eos": len(self.after) > 0}
 
@@ -159,7 +154,7 @@ class Encoder:
         return value
 
 
-RecordEncoder = Encoder | RowEncoder | PairEncoder | PromptEncoder
+RecordEncoder = Encoder | TextEncoder
 
 
 def special(token: int | None, wanted: bool) -> np.ndarray:

@@ -6,10 +6,11 @@ the vocabulary, and end with the end token. Truncation keeps the start of a row;
 pair it keeps the end of the prompt and the start of the completions.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -101,15 +102,19 @@ def encode_pair(
 
 
 def check_columns(
-    config: MaxTextConfig, split: Split, names: Sequence[str] | None, named_by: str
+    config: MaxTextConfig,
+    split: Split,
+    encoder: "type[TextEncoder]",
+    names: Sequence[str] | None,
+    named_by: str,
 ) -> None:
     """Raise ConfigError if data with the columns `names` lacks one that the user set, or fits no
-    form of rows. None are any columns.
+    form of rows. None: any columns.
     """
     if names is None or config.formatting_func_path or config.dataset_processor_path:
         return
-    columns = set_columns(config, split)
-    forms = row_forms(config)
+    columns = encoder.text_columns(config, split)
+    forms = encoder.forms
     missing = [name for name in columns or () if name not in names and name not in OPTIONAL]
     if missing:
         raise ConfigError(
@@ -120,42 +125,19 @@ def check_columns(
         raise ConfigError(f"{named_by}: {no_form(names, forms)}")
 
 
-def row_forms(config: MaxTextConfig) -> tuple[tuple[str, ...], ...]:
-    """The forms of rows that the method of a run reads."""
-    if config.use_grpo:
-        return PROMPT_FORMS
-    return PAIR_FORMS if config.use_dpo else ROW_FORMS
-
-
-def set_columns(config: MaxTextConfig, split: Split) -> list[str] | None:
-    """The columns that the user set, or None if rows are recognised by their columns: the default
-    and the columns of presets are no choice of the user.
-    """
-    key = f"{split.value}_data_columns"
-    columns = list(getattr(config, key))
-    source = config.source(key)
-    if is_preset(source) or (columns == ["text"] and not source.is_user):
-        return None
-    forms, least, most = row_forms(config), 1, 2
-    if config.use_dpo:
-        least, most = 2, 3
-    elif config.use_grpo:
-        most = 1
-    if len(set(columns)) < len(columns) or not (
-        has_form(columns, forms) or least <= len(columns) <= most
-    ):
-        wanted = "prompt, chosen and rejected" if config.use_dpo else "one form of rows"
-        raise ConfigError(f"{key}={columns}: name the columns of {wanted}")
-    return columns
-
-
-class TextEncoder:
+class TextEncoder(ABC):
     """What rows and pairs have in common: columns, formatting function, template, tokens of
     texts.
     """
 
+    forms: ClassVar[tuple[tuple[str, ...], ...]]  # the columns of rows that are recognised
+    min_columns: ClassVar[int] = 1  # that a user may name
+    max_columns: ClassVar[int] = 2
+    columns_wanted: ClassVar[str] = "one form of rows"
+    may_have_prompt_template: ClassVar[bool] = False
+
     def __init__(self, config: MaxTextConfig, split: Split, tokenizer: Tokenizer | None = None):
-        self.columns = set_columns(config, split)
+        self.columns = self.text_columns(config, split)
         self.formatting: Callable[[Record], Record] | None = FormattingFunction.from_config(config)
         self.tokenizer = tokenizer or load_tokenizer(config)
         self.config = config
@@ -164,7 +146,28 @@ class TextEncoder:
         self.add_eos = config.add_eos
         self.reports = RowReports()
 
-    def adds(self) -> dict[str, Any]:
+    @classmethod
+    def text_columns(cls, config: MaxTextConfig, split: Split) -> list[str] | None:
+        """The columns that the user set, or None if rows are recognised by their columns: the
+        default and the columns of presets are no choice of the user.
+        """
+        key = f"{split.value}_data_columns"
+        columns = list(getattr(config, key))
+        source = config.source(key)
+        if is_preset(source) or (columns == ["text"] and not source.is_user):
+            return None
+        has_right_count = cls.min_columns <= len(columns) <= cls.max_columns
+        if len(set(columns)) < len(columns) or not (
+            has_right_count or has_form(columns, cls.forms)
+        ):
+            raise ConfigError(f"{key}={columns}: name the columns of {cls.columns_wanted}")
+        return columns
+
+    @abstractmethod
+    def prepare(self, record: Record) -> Any:
+        """The tokens of a record, with its remarks. Raises UnusableRecord."""
+
+    def position_fingerprint(self) -> dict[str, Any]:
         """What changes the tokens of a row, and with them a position in the data."""
         return {"add_bos": self.add_bos, "add_eos": self.add_eos}
 
@@ -180,7 +183,7 @@ class TextEncoder:
         """The template of conversations, which texts do not need. Raises ConfigError if there is
         none.
         """
-        template = chat_template(self.config, self.tokenizer)
+        template = chat_template(self.config, self.tokenizer, self.may_have_prompt_template)
         if template is None:
             raise ConfigError(
                 f"the data has conversations, but the tokenizer {self.tokenizer.name} has no chat "
@@ -207,12 +210,17 @@ class TextEncoder:
 class RowEncoder(TextEncoder):
     """Rows of supervised fine-tuning."""
 
+    forms = ROW_FORMS
+
     def __init__(self, config: MaxTextConfig, split: Split, tokenizer: Tokenizer | None = None):
         super().__init__(config, split, tokenizer)
         self.completion_only = config.sft_train_on_completion_only
 
-    def adds(self) -> dict[str, Any]:
-        return {**super().adds(), "sft_train_on_completion_only": self.completion_only}
+    def position_fingerprint(self) -> dict[str, Any]:
+        return {
+            **super().position_fingerprint(),
+            "sft_train_on_completion_only": self.completion_only,
+        }
 
     def prepare(self, record: Record) -> EncodedRow:
         """The tokens of a record and those that are learned. Raises UnusableRecord."""
@@ -273,12 +281,16 @@ class RowEncoder(TextEncoder):
 class PairEncoder(TextEncoder):
     """Preference pairs."""
 
+    forms = PAIR_FORMS
+    min_columns, max_columns = 2, 3
+    columns_wanted = "prompt, chosen and rejected"
+
     def __init__(self, config: MaxTextConfig, split: Split, tokenizer: Tokenizer | None = None):
         super().__init__(config, split, tokenizer)
         self.max_prompt_length = config.max_prompt_length
 
-    def adds(self) -> dict[str, Any]:
-        return {**super().adds(), "max_prompt_length": self.max_prompt_length}
+    def position_fingerprint(self) -> dict[str, Any]:
+        return {**super().position_fingerprint(), "max_prompt_length": self.max_prompt_length}
 
     def prepare(self, record: Record) -> EncodedPair:
         """The tokens of the prompt and both completions. Raises UnusableRecord."""
@@ -360,6 +372,10 @@ class PairEncoder(TextEncoder):
 class PromptEncoder(TextEncoder):
     """Prompts of reinforcement learning."""
 
+    forms = PROMPT_FORMS
+    max_columns = 1
+    may_have_prompt_template = True
+
     def __init__(self, config: MaxTextConfig, split: Split, tokenizer: Tokenizer | None = None):
         super().__init__(config, split, tokenizer)
         self.max_prompt_length = config.max_prefill_predict_length
@@ -371,8 +387,11 @@ class PromptEncoder(TextEncoder):
         else:
             self.prompt_template = PromptTemplate.from_config(config)
 
-    def adds(self) -> dict[str, Any]:
-        return {**super().adds(), "max_prefill_predict_length": self.max_prompt_length}
+    def position_fingerprint(self) -> dict[str, Any]:
+        return {
+            **super().position_fingerprint(),
+            "max_prefill_predict_length": self.max_prompt_length,
+        }
 
     def prepare(self, record: Record) -> EncodedPrompt:
         """The tokens of a prompt, with those that start the model's turn. Raises

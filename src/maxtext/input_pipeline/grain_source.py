@@ -12,26 +12,31 @@ from maxtext.input_pipeline.formats import Documents, find_files, open_files
 from maxtext.input_pipeline.interface import BatchIterator, ShardSpec, Split
 from maxtext.input_pipeline.mixture_config import file_type, parse_mixture
 from maxtext.input_pipeline.pipeline import MixtureComponent, document_batches, max_streams_of
+from maxtext.input_pipeline.row_formats import RowFormat
 
 
-def grain_source(config: MaxTextConfig, split: Split, shard: ShardSpec) -> BatchIterator | None:
-    components = load_components(config, split)
+def grain_source(
+    config: MaxTextConfig, split: Split, row_format: RowFormat, shard: ShardSpec
+) -> BatchIterator | None:
+    components = load_components(config, split, row_format)
     return (
-        document_batches(config, split, shard, components, f"grain_{split.value}_files")
+        document_batches(config, split, row_format, shard, components, f"grain_{split.value}_files")
         if components
         else None
     )
 
 
-def max_data_streams(config: MaxTextConfig, split: Split) -> int:
-    return max_streams_of(load_components(config, split))
+def max_data_streams(config: MaxTextConfig, split: Split, row_format: RowFormat) -> int:
+    return max_streams_of(load_components(config, split, row_format))
 
 
-def load_components(config: MaxTextConfig, split: Split) -> list[MixtureComponent]:
+def load_components(
+    config: MaxTextConfig, split: Split, row_format: RowFormat
+) -> list[MixtureComponent]:
     """Empty when no evaluation files are named."""
     if split is Split.EVAL and not config.grain_eval_files.strip():
         return []
-    columns = columns_to_read(config, split)
+    columns = columns_to_read(config, split, row_format)
     threads = config.grain_data_source_max_workers
     components = []
     for key, value, weight in parse_mixture(config, split):

@@ -20,9 +20,9 @@ from maxtext.common.errors import ConfigError, UserError
 from maxtext.common.extras import require
 from maxtext.configs.types import MaxTextConfig
 from maxtext.input_pipeline.encode import columns_to_read
-from maxtext.input_pipeline.encode_rows import check_columns
+from maxtext.input_pipeline.encode_rows import TextEncoder, check_columns
 from maxtext.input_pipeline.formats import Record, find_files, kind_of, open_files
-from maxtext.input_pipeline.interface import BatchIterator, ShardSpec, Split, is_fine_tuning
+from maxtext.input_pipeline.interface import BatchIterator, ShardSpec, Split
 from maxtext.input_pipeline.pipeline import (
     MixtureComponent,
     document_batches,
@@ -30,6 +30,7 @@ from maxtext.input_pipeline.pipeline import (
     record_batches,
     shuffle_seed,
 )
+from maxtext.input_pipeline.row_formats import RowFormat
 from maxtext.input_pipeline.window_shuffle import WindowShuffle
 
 RECORD_WINDOW = 2048
@@ -39,47 +40,59 @@ LOADING = threading.Lock()
 LOADERS = {"parquet": "parquet", "json": "jsonl", "arrow": "arrow", "text": "lines"}
 
 
-def hf_source(config: MaxTextConfig, split: Split, shard: ShardSpec) -> BatchIterator | None:
+def hf_source(
+    config: MaxTextConfig, split: Split, row_format: RowFormat, shard: ShardSpec
+) -> BatchIterator | None:
     files = named_files(config, split)
     if split is Split.EVAL and not files and not config.hf_eval_split:
         return None
-    if components := load_components(config, split):
-        return document_batches(config, split, shard, components, f"hf_{split.value}_files")
+    if components := load_components(config, split, row_format):
+        return document_batches(
+            config, split, row_format, shard, components, f"hf_{split.value}_files"
+        )
     seed = shuffle_seed(config, split)
     epochs = config.num_epoch if split is Split.TRAIN else 1
     records: grain.IterDataset = StreamingDataset(
-        lambda: open_stream(config, split, shard), config.hf_path, epochs
+        lambda: open_stream(config, split, row_format, shard), config.hf_path, epochs
     )
     if seed is not None:
         records = WindowShuffle(records, shard.window(RECORD_WINDOW), seed)
     settings = {"hf_path": config.hf_path, "hf_name": config.hf_name, "files": files or None}
-    return record_batches(config, split, shard, records, config.hf_path, settings)
+    return record_batches(config, split, row_format, shard, records, config.hf_path, settings)
 
 
-def max_data_streams(config: MaxTextConfig, split: Split) -> int:
-    if components := load_components(config, split):
+def max_data_streams(config: MaxTextConfig, split: Split, row_format: RowFormat) -> int:
+    if components := load_components(config, split, row_format):
         return max_streams_of(components)
     # Each stream reads its own shards. With more streams than shards, each would read everything.
-    return max(open_stream(config, split, ShardSpec(1)).num_shards, 1)
+    return max(open_stream(config, split, row_format, ShardSpec(1)).num_shards, 1)
 
 
-def supports_stream_count(config: MaxTextConfig, split: Split) -> Callable[[int], bool]:
+def supports_stream_count(
+    config: MaxTextConfig, split: Split, row_format: RowFormat
+) -> Callable[[int], bool]:
     """`datasets` assigns shards to streams only if they divide evenly; otherwise each stream reads
     everything.
     """
     files = named_files(config, split)
     if split is Split.EVAL and not files and not config.hf_eval_split:
         return lambda count: count == 1  # there is no evaluation data
-    most = max_data_streams(config, split)
+    most = max_data_streams(config, split, row_format)
     if is_local(config, split, files):
         return lambda count: count <= most
     return lambda count: most % count == 0
 
 
-def load_components(config: MaxTextConfig, split: Split) -> list[MixtureComponent]:
+def load_components(
+    config: MaxTextConfig, split: Split, row_format: RowFormat
+) -> list[MixtureComponent]:
     """The documents of local files. Empty if `datasets` streams the records."""
     files = named_files(config, split)
-    return [local_component(config, split, files)] if is_local(config, split, files) else []
+    return (
+        [local_component(config, split, row_format, files)]
+        if is_local(config, split, files)
+        else []
+    )
 
 
 def named_files(config: MaxTextConfig, split: Split) -> str:
@@ -99,7 +112,9 @@ def is_local(config: MaxTextConfig, split: Split, files: str) -> bool:
     return bool(files) and "://" not in files and (not config.hf_path or config.hf_path in LOADERS)
 
 
-def local_component(config: MaxTextConfig, split: Split, value: str) -> MixtureComponent:
+def local_component(
+    config: MaxTextConfig, split: Split, row_format: RowFormat, value: str
+) -> MixtureComponent:
     key = f"hf_{split.value}_files"
     if config.hf_name or config.hf_data_dir:
         wrong = (
@@ -120,15 +135,20 @@ def local_component(config: MaxTextConfig, split: Split, value: str) -> MixtureC
         kind = "lines" if kinds == {"text"} else str(kinds.pop())
     return MixtureComponent(
         open_files(
-            files, kind, columns_to_read(config, split), config.grain_data_source_max_workers
+            files,
+            kind,
+            columns_to_read(config, split, row_format),
+            config.grain_data_source_max_workers,
         )
     )
 
 
-def open_stream(config: MaxTextConfig, split: Split, shard: ShardSpec) -> Any:
+def open_stream(
+    config: MaxTextConfig, split: Split, row_format: RowFormat, shard: ShardSpec
+) -> Any:
     """The `datasets` stream of the records of a shard."""
     datasets = require("datasets", "dataset_type=hf with a name of the hub")
-    files, names = named_files(config, split), columns_to_read(config, split)
+    files, names = named_files(config, split), columns_to_read(config, split, row_format)
     data_files: Any = [part.strip() for part in files.split(",") if part.strip()] or None
     wanted = (
         config.train_split
@@ -160,8 +180,8 @@ def open_stream(config: MaxTextConfig, split: Split, shard: ShardSpec) -> Any:
             f"{split.value}_data_columns: {config.hf_path} has no column {missing[0]}, only "
             f"{', '.join(columns)}"
         )
-    if is_fine_tuning(config):
-        check_columns(config, split, columns, config.hf_path)
+    if issubclass(row_format.encoder, TextEncoder):
+        check_columns(config, split, row_format.encoder, columns, config.hf_path)
     else:
         stream = stream.select_columns(names)
     if shard.count > 1:

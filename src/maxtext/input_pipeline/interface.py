@@ -17,12 +17,15 @@ A row of a prompt has its tokens as inputs, no targets, and in RECORD, of dtype 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.configs.types import MaxTextConfig
+
+if TYPE_CHECKING:
+    from maxtext.input_pipeline.row_formats import RowFormat
 
 Batch = dict[str, np.ndarray]
 State = dict[str, Any]
@@ -41,19 +44,17 @@ PAIR_SIDES = ("chosen", "rejected")
 PAIR_FIELDS = tuple(f"{side}_{field}" for side in PAIR_SIDES for field in FIELDS)
 
 
-def batch_fields(config: MaxTextConfig) -> tuple[str, ...]:
-    """The fields of a batch; with use_dpo, those of a chosen and of a rejected sequence."""
-    return PAIR_FIELDS if config.use_dpo else FIELDS
-
-
-def is_fine_tuning(config: MaxTextConfig) -> bool:
-    """Whether the data has rows with masks, preference pairs or prompts instead of documents."""
-    return config.use_sft or config.use_dpo or bool(config.use_grpo)
-
-
 class Split(str, Enum):
     TRAIN = "train"
     EVAL = "eval"
+
+
+class LongDocuments(Enum):
+    """What happens to a document with more pairs than fit in a row."""
+
+    CUT = "cut"  # it is truncated
+    SPLIT = "split"  # it becomes several sequences, each with positions from 0
+    WHOLE = "whole"  # it stays one sequence, for a packer that splits sequences
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ class DataSource(Protocol):
     """
 
     def __call__(
-        self, config: MaxTextConfig, split: Split, shard: ShardSpec
+        self, config: MaxTextConfig, split: Split, row_format: "RowFormat", shard: ShardSpec
     ) -> BatchIterator | None: ...
 
 

@@ -11,6 +11,7 @@ from maxtext.common.log import LOGGER
 from maxtext.configs.types import MaxTextConfig
 from maxtext.input_pipeline.data_streams import DataStreams, choose_stream_count
 from maxtext.input_pipeline.interface import BatchIterator, ShardSpec, Split, keeps_last
+from maxtext.input_pipeline.row_formats import RowFormat
 from maxtext.input_pipeline.sources import supports_stream_count
 from maxtext.input_pipeline.workers import data_stream_factory
 
@@ -25,6 +26,7 @@ class NoData(Exception):
 def open_data_streams(
     config: MaxTextConfig,
     split: Split,
+    row_format: RowFormat,
     rows: Callable[[int], int],
     sizes: Sequence[int],
     local_rows: Callable[[int], np.ndarray] | None = None,
@@ -35,7 +37,7 @@ def open_data_streams(
     `rows(step)` is the global batch size of a step, one of `sizes`, the full one last. This process
     yields the rows `local_rows(size)` of each batch.
     """
-    open_stream = data_stream_factory(config, split)
+    open_stream = data_stream_factory(config, split, row_format)
     keep_last = keeps_last(config, split)
     full = sizes[-1]
 
@@ -58,7 +60,7 @@ def open_data_streams(
         return iterator
 
     try:
-        count = data_streams(config, split, sizes)
+        count = data_streams(config, split, row_format, sizes)
         if processes > count:
             LOGGER.info(
                 "%d processes read %d data streams, so some read the same: data_streams=%d gives "
@@ -80,12 +82,14 @@ def open_data_streams(
         return None
 
 
-def data_streams(config: MaxTextConfig, split: Split, sizes: Sequence[int]) -> int:
+def data_streams(
+    config: MaxTextConfig, split: Split, row_format: RowFormat, sizes: Sequence[int]
+) -> int:
     """The number of data streams of a run: data_streams, or what fits the batch and the data. It
     must not depend on devices, processes or workers, since every batch depends on it.
     """
     if config.data_streams > 0:
         return config.data_streams
     rows = math.gcd(*sizes)
-    supports = supports_stream_count(config, split) if rows > 1 else bool
+    supports = supports_stream_count(config, split, row_format) if rows > 1 else bool
     return choose_stream_count(rows, supports, config.grain_use_elastic_iterator)

@@ -23,9 +23,12 @@ from maxtext.input_pipeline.order import epoch_order
 from maxtext.input_pipeline.packing import to_batches
 from maxtext.input_pipeline.pipeline import STREAM_DOCUMENTS, shuffle_seed
 from maxtext.input_pipeline.repetition import is_repetitive
+from maxtext.input_pipeline.row_formats import RowFormat
 
 
-def olmo_source(config: MaxTextConfig, split: Split, shard: ShardSpec) -> BatchIterator | None:
+def olmo_source(
+    config: MaxTextConfig, split: Split, row_format: RowFormat, shard: ShardSpec
+) -> BatchIterator | None:
     if split is Split.EVAL:
         return None
     length = config.max_target_length
@@ -57,7 +60,7 @@ def olmo_source(config: MaxTextConfig, split: Split, shard: ShardSpec) -> BatchI
     )
 
 
-def max_data_streams(config: MaxTextConfig, split: Split) -> int:
+def max_data_streams(config: MaxTextConfig, split: Split, row_format: RowFormat) -> int:
     return max(1, open_index(config).instances // STREAM_DOCUMENTS)
 
 

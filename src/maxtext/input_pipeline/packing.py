@@ -19,6 +19,7 @@ import grain
 import numpy as np
 
 from maxtext.common.errors import ConfigError
+from maxtext.configs.types import MaxTextConfig
 from maxtext.input_pipeline.encode_rows import EncodedPrompt
 from maxtext.input_pipeline.interface import (
     FIELDS,
@@ -37,6 +38,11 @@ from maxtext.input_pipeline.sequences import TokenPairs
 OPEN_ROWS = 64
 # Our suffixes of a packed feature's fields -> Grain's
 RENAMED = {"position": "positions", "segmentation": "segment_ids"}
+
+
+def packing_type(config: MaxTextConfig) -> str | None:
+    """How sequences are packed; None without packing."""
+    return config.grain_packing_type if config.packing else None
 
 
 def to_rows(

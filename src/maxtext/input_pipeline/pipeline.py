@@ -11,7 +11,6 @@ skip a few rows of its last shuffle window.
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import grain
@@ -21,10 +20,10 @@ from maxtext.common.errors import ConfigError
 from maxtext.common.log import LOGGER
 from maxtext.configs.types import MaxTextConfig
 from maxtext.input_pipeline.encode import shared_encoder
-from maxtext.input_pipeline.encode_rows import check_columns
+from maxtext.input_pipeline.encode_rows import TextEncoder, check_columns
 from maxtext.input_pipeline.formats import Documents, RecordSource
 from maxtext.input_pipeline.grain_batches import GrainBatches
-from maxtext.input_pipeline.interface import ShardSpec, Split, is_fine_tuning, keeps_last
+from maxtext.input_pipeline.interface import ShardSpec, Split, keeps_last
 from maxtext.input_pipeline.load_documents import (
     MAX_CHUNK_DOCUMENTS,
     BadRecords,
@@ -35,14 +34,9 @@ from maxtext.input_pipeline.load_documents import (
 )
 from maxtext.input_pipeline.mixture import documents_read, mix_orders
 from maxtext.input_pipeline.order import epoch_order, max_streams_in_memory
-from maxtext.input_pipeline.packing import pad_pair, pad_prompt, to_batches, to_rows
-from maxtext.input_pipeline.sequences import (
-    LongDocuments,
-    ToPairs,
-    ToPrompts,
-    ToSequences,
-    num_targets,
-)
+from maxtext.input_pipeline.packing import packing_type, to_batches
+from maxtext.input_pipeline.row_formats import DataSize, RowFormat
+from maxtext.input_pipeline.sequences import num_targets
 from maxtext.input_pipeline.window_shuffle import WindowShuffle
 
 # Minimum of each data stream: streams of few documents have very different numbers of rows
@@ -75,6 +69,7 @@ def max_streams_of(components: Sequence[MixtureComponent]) -> int:
 def document_batches(
     config: MaxTextConfig,
     split: Split,
+    row_format: RowFormat,
     shard: ShardSpec,
     components: Sequence[MixtureComponent],
     named_by: str,
@@ -82,11 +77,11 @@ def document_batches(
     """The batches of documents that can be read in any order. `named_by` is the key that names the
     data, for messages.
     """
-    encoder, bad = shared_encoder(config, split), BadRecords(config.max_bad_records)
-    if is_fine_tuning(config):
+    encoder, bad = shared_encoder(config, split, row_format), BadRecords(config.max_bad_records)
+    if isinstance(encoder, TextEncoder):
         for component in components:
             for documents in files_of(component.documents):
-                check_columns(config, split, documents.columns(), named_by)
+                check_columns(config, split, type(encoder), documents.columns(), named_by)
     epochs = config.num_epoch if split is Split.TRAIN else 1
     seed = shuffle_seed(config, split)
     few = [component for component in components if len(component.documents) < shard.count]
@@ -111,7 +106,7 @@ def document_batches(
     if len(components) == 1:
         # Chunks end with the epoch, so that a position is valid for any num_epoch.
         chunks = orders[0].batch(size, batch_fn=list).repeat(epochs)
-        nothing = NothingToLearn(no_rows(config, shard, named_by))
+        nothing = NothingToLearn(no_rows(config, row_format, shard, named_by))
         loaded = chunks.map(LoadDocuments(components[0].documents, encoder, bad, nothing))
     else:
         mixture = mix_orders(
@@ -132,20 +127,21 @@ def document_batches(
         "streams": shard.count,
         "documents": sum(len(component.documents) for component in components),
         "packet": size,
-        **encoder.adds(),
+        **encoder.position_fingerprint(),
     }
     if len(components) > 1:
         settings["mixture"] = [
             [len(component.documents), component.weight] for component in components
         ]
     return to_token_batches(
-        config, split, shard, loaded.to_iter_dataset(options), settings, named_by
+        config, split, row_format, shard, loaded.to_iter_dataset(options), settings, named_by
     )
 
 
 def record_batches(
     config: MaxTextConfig,
     split: Split,
+    row_format: RowFormat,
     shard: ShardSpec,
     records: grain.IterDataset,
     named_by: str,
@@ -154,12 +150,17 @@ def record_batches(
     """The batches of records that can only be read in order: (number, record) of this stream, all
     epochs.
     """
-    encoder = shared_encoder(config, split)
-    nothing = NothingToLearn(no_rows(config, shard, named_by))
+    encoder = shared_encoder(config, split, row_format)
+    nothing = NothingToLearn(no_rows(config, row_format, shard, named_by))
     encode = EncodeRecords(named_by, encoder, BadRecords(config.max_bad_records), nothing)
     chunks = records.batch(MAX_CHUNK_DOCUMENTS, batch_fn=list).map(encode)
-    settings = {"stream": shard.index, "streams": shard.count, **settings, **encoder.adds()}
-    return to_token_batches(config, split, shard, chunks, settings, named_by)
+    settings = {
+        "stream": shard.index,
+        "streams": shard.count,
+        **settings,
+        **encoder.position_fingerprint(),
+    }
+    return to_token_batches(config, split, row_format, shard, chunks, settings, named_by)
 
 
 def files_of(documents: RecordSource) -> Sequence[RecordSource]:
@@ -170,25 +171,15 @@ def files_of(documents: RecordSource) -> Sequence[RecordSource]:
 def to_token_batches(
     config: MaxTextConfig,
     split: Split,
+    row_format: RowFormat,
     shard: ShardSpec,
     chunks: grain.IterDataset,
     settings: dict[str, Any],
     named_by: str,
 ) -> GrainBatches:
     """Batches from chunks of token ids, or of rows of fine-tuning."""
-    packing = config.grain_packing_type if config.packing else None
-    length, seed = config.max_target_length, shuffle_seed(config, split)
-    if config.use_grpo:
-        prompts = grain.experimental.FlatMapIterDataset(chunks, ToPrompts())
-        rows = prompts.map(partial(pad_prompt, length=length))
-    elif config.use_dpo:
-        pairs = grain.experimental.FlatMapIterDataset(chunks, ToPairs())
-        rows = pairs.map(partial(pad_pair, length=length))
-    else:
-        sequences = grain.experimental.FlatMapIterDataset(
-            chunks, ToSequences(length, long_documents(config, packing))
-        )
-        rows = to_rows(sequences, packing, length, config.max_segments_per_seq, seed)
+    packing, seed = packing_type(config), shuffle_seed(config, split)
+    rows = row_format.to_rows(config, chunks, seed)
     window = shard.window(config.grain_shuffle_buffer_size) if seed is not None else 1
     # The rows of a long document are consecutive; shuffled, they do not fill a batch of their own.
     if seed is not None and window > 1:
@@ -200,13 +191,13 @@ def to_token_batches(
         "grain_shuffle_buffer_size": window,
         "grain_packing_type": packing,
         "max_segments_per_seq": config.max_segments_per_seq if packing else None,
-        "max_target_length": length,
+        "max_target_length": config.max_target_length,
         "use_truncation": config.use_truncation,
     }
     iterator = GrainBatches(to_batches(rows, shard, keeps_last(config, split)), settings)
     if iterator.first_rows < max(shard.min_rows, 1):
         iterator.close()
-        raise too_little_data(config, split, shard, chunks, named_by)
+        raise too_little_data(config, split, row_format, shard, chunks, named_by)
     return iterator
 
 
@@ -317,24 +308,11 @@ def documents_within(documents: RecordSource, budget: int, max_count: int) -> in
     return max_count if within == len(largest) else within
 
 
-def long_documents(config: MaxTextConfig, packing: str | None) -> LongDocuments:
-    if config.use_truncation:
-        return LongDocuments.CUT
-    return LongDocuments.WHOLE if packing == "concat_then_split" else LongDocuments.SPLIT
-
-
-def no_rows(config: MaxTextConfig, shard: ShardSpec, named_by: str) -> ConfigError:
-    """The error for data of which nothing can be learned."""
-    where = stream_of(shard)
-    if config.use_grpo:
-        return ConfigError(
-            f"{named_by} has no prompt of at most max_prefill_predict_length="
-            f"{config.max_prefill_predict_length} tokens{where}: raise it, or add shorter prompts"
-        )
-    documents = (
-        "row with a learned token" if is_fine_tuning(config) else "document of two tokens or more"
-    )
-    return ConfigError(f"{named_by} has no {documents}{where}, so nothing to predict")
+def no_rows(
+    config: MaxTextConfig, row_format: RowFormat, shard: ShardSpec, named_by: str
+) -> ConfigError:
+    """The error for data without anything to train on."""
+    return ConfigError(row_format.no_rows(config, named_by, stream_of(shard)))
 
 
 def stream_of(shard: ShardSpec) -> str:
@@ -342,33 +320,16 @@ def stream_of(shard: ShardSpec) -> str:
 
 
 def too_little_data(
-    config: MaxTextConfig, split: Split, shard: ShardSpec, chunks: Any, named_by: str
+    config: MaxTextConfig,
+    split: Split,
+    row_format: RowFormat,
+    shard: ShardSpec,
+    chunks: Any,
+    named_by: str,
 ) -> ConfigError:
-    """The error for data that does not fill a batch, with the token counts that show why."""
-    pairs = [num_targets(document) for chunk in chunks for document in chunk]
-    length, min_rows = config.max_target_length, shard.min_rows or shard.rows
-    used = sum(min(count, length) for count in pairs) if config.use_truncation else sum(pairs)
-    cut = sum(pairs) - used
-    where = stream_of(shard)
-    if not pairs or split is Split.EVAL or (not used and not config.use_grpo):
-        return no_rows(config, shard, named_by)
-    if config.use_grpo:
-        return ConfigError(
-            f"{named_by} has {len(pairs)} prompts in num_epoch={config.num_epoch}{where}, but one "
-            f"batch needs {min_rows}: add prompts, raise num_epoch or lower batch_size"
-        )
-    if config.use_dpo:
-        return ConfigError(
-            f"{named_by} has {len(pairs)} pairs in num_epoch={config.num_epoch}{where}, but one "
-            f"batch needs {min_rows}: add pairs, raise num_epoch or lower per_device_batch_size"
-        )
-    advice = f"set use_truncation=false, which now leaves out {cut} tokens, " if cut else ""
-    unpacked = (
-        "" if config.packing else f" in {sum(count > 0 for count in pairs)} documents, one a row"
-    )
-    return ConfigError(
-        f"{named_by} has {used} tokens{unpacked} in num_epoch={config.num_epoch}{where}, but one "
-        f"batch needs {min_rows * length} ({min_rows} sequences of max_target_length={length}): "
-        f"{advice}add text, "
-        "raise num_epoch, or lower per_device_batch_size or max_target_length"
-    )
+    """The error for data that does not fill a batch, with the counts that show why."""
+    targets = [num_targets(document) for chunk in chunks for document in chunk]
+    if not targets or split is Split.EVAL:
+        return no_rows(config, row_format, shard, named_by)
+    size = DataSize(named_by, stream_of(shard), targets, shard.min_rows or shard.rows)
+    return ConfigError(row_format.too_little_data(config, size))

@@ -25,9 +25,10 @@ from maxtext.common.files import write_text
 from maxtext.configs.types import MaxTextConfig
 from maxtext.input_pipeline.encode import Encoder, data_columns
 from maxtext.input_pipeline.formats import RecordSource, find_files, open_files
-from maxtext.input_pipeline.interface import Split, is_fine_tuning
+from maxtext.input_pipeline.interface import Split
 from maxtext.input_pipeline.load_documents import BadRecords, documents_per_chunk
 from maxtext.input_pipeline.mixture_config import file_type, parse_mixture
+from maxtext.input_pipeline.row_formats import RowFormat
 from maxtext.input_pipeline.write_shards import (
     COLUMN,
     SUFFIX,
@@ -98,6 +99,7 @@ class Prepared:
 
 def prepare(
     config: MaxTextConfig,
+    row_format: RowFormat,
     out: Path,
     shard_documents: int | None,
     workers: int,
@@ -107,7 +109,7 @@ def prepare(
     before `out` changes.
     """
     check_output(out)
-    work = plan(config, shard_documents)
+    work = plan(config, row_format, shard_documents)
     with locked(out) as lock:
         manifest = resume_manifest(out, work)
         clean(out, work, manifest)
@@ -177,7 +179,7 @@ def total(manifest: Manifest) -> Counts:
     return sum(manifest.finished.values(), Counts())
 
 
-def plan(config: MaxTextConfig, shard_documents: int | None) -> PreparePlan:
+def plan(config: MaxTextConfig, row_format: RowFormat, shard_documents: int | None) -> PreparePlan:
     """The plan of a run, which depends on the files and settings only, not on the machine."""
     if not config.tokenize_train_data:
         raise ConfigError(
@@ -185,7 +187,7 @@ def plan(config: MaxTextConfig, shard_documents: int | None) -> PreparePlan:
             "they are"
         )
     encoder = Encoder(config, Split.TRAIN)
-    files, documents = open_documents(config)
+    files, documents = open_documents(config, row_format)
     inputs = inputs_of(files)
     count, nbytes = len(documents), max(documents.nbytes, 1)
     size = min(max(nbytes // SHARDS, MIN_SHARD_BYTES), MAX_SHARD_BYTES)
@@ -215,12 +217,12 @@ def plan(config: MaxTextConfig, shard_documents: int | None) -> PreparePlan:
     return PreparePlan(files, documents, encoder, shards, settings, inputs)
 
 
-def open_documents(config: MaxTextConfig) -> tuple[list[str], RecordSource]:
+def open_documents(config: MaxTextConfig, row_format: RowFormat) -> tuple[list[str], RecordSource]:
     """The files of the training data, and their documents in order."""
-    if is_fine_tuning(config):
+    if row_format.has_masks:
         raise ConfigError(
-            "data prepare writes token ids without masks: fine-tuning reads the rows themselves, "
-            "so leave use_sft and use_dpo out or do not prepare the data"
+            "data prepare writes token ids without masks, and fine-tuning reads the rows "
+            "themselves: leave out the key of its method, or do not prepare the data"
         )
     kind = config.dataset_type.value
     if kind == "grain":
@@ -241,7 +243,7 @@ def open_documents(config: MaxTextConfig) -> tuple[list[str], RecordSource]:
         value = hf_source.named_files(config, Split.TRAIN)
         if hf_source.is_local(config, Split.TRAIN, value):
             return find_files("hf_train_files", value), hf_source.local_component(
-                config, Split.TRAIN, value
+                config, Split.TRAIN, row_format, value
             ).documents
         raise ConfigError(
             f"hf_path={config.hf_path} is a stream: name local files in hf_train_files to prepare "

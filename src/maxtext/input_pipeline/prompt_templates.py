@@ -100,7 +100,7 @@ class ProcessorTokenizer:
     def __init__(self, config: MaxTextConfig, tokenizer: Tokenizer):
         self.tokenizer = tokenizer
         self.config = config
-        self.template = find_chat_template(config, tokenizer)
+        self.template = find_chat_template(config, tokenizer, may_be_prompt=True)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.tokenizer, name)

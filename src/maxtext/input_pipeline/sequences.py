@@ -8,24 +8,16 @@ truncated when they are encoded, and never split.
 """
 
 import sys
-from enum import Enum
 
 import grain
 import numpy as np
 
 from maxtext.input_pipeline.encode_rows import EncodedPair, EncodedPrompt, EncodedRow
+from maxtext.input_pipeline.interface import LongDocuments
 
 # token ids, or a row of fine-tuning
 Document = np.ndarray | EncodedRow | EncodedPair | EncodedPrompt
 TokenPairs = dict[str, np.ndarray]  # inputs, targets and for rows `learned`, each [pairs]
-
-
-class LongDocuments(Enum):
-    """What happens to a document with more pairs than fit in a row."""
-
-    CUT = "cut"  # it is truncated
-    SPLIT = "split"  # it becomes several sequences, each with positions from 0
-    WHOLE = "whole"  # it stays one sequence, for a packer that splits sequences
 
 
 class ToSequences(grain.experimental.FlatMapTransform):

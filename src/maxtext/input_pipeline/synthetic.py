@@ -10,6 +10,7 @@ import numpy as np
 
 from maxtext.configs.types import MaxTextConfig
 from maxtext.input_pipeline.interface import (
+    PAIR_FIELDS,
     PAIR_SIDES,
     Batch,
     BatchIterator,
@@ -19,18 +20,21 @@ from maxtext.input_pipeline.interface import (
     seal,
     unseal,
 )
+from maxtext.input_pipeline.row_formats import RowFormat
 
 MADE_BY = {"dataset_type": "synthetic"}
 
 
-def synthetic_source(config: MaxTextConfig, split: Split, shard: ShardSpec) -> BatchIterator:
+def synthetic_source(
+    config: MaxTextConfig, split: Split, row_format: RowFormat, shard: ShardSpec
+) -> BatchIterator:
     seeds = np.random.SeedSequence([config.data_shuffle_seed % 2**32, list(Split).index(split)])
     key = seeds.generate_state(2, np.uint64)
-    kind = SyntheticPairs if config.use_dpo else SyntheticBatches
+    kind = SyntheticPairs if row_format.fields == PAIR_FIELDS else SyntheticBatches
     return kind(key, shard.index, shard.rows, config.max_target_length, config.vocab_size)
 
 
-def max_data_streams(config: MaxTextConfig, split: Split) -> int:
+def max_data_streams(config: MaxTextConfig, split: Split, row_format: RowFormat) -> int:
     return sys.maxsize
 
 

@@ -37,6 +37,7 @@ from maxtext.input_pipeline.interface import (
     seal,
     unseal,
 )
+from maxtext.input_pipeline.row_formats import RowFormat
 
 MANIFEST = "logits.json"
 TOP_K_FIELDS = {"top_k_logits": np.dtype(np.float16), "top_k_indices": np.dtype(np.int32)}
@@ -191,13 +192,15 @@ def find_parts(folder: Path) -> list[Part]:
     return [Part(part, parquet.read_metadata(part).num_rows) for part in parts]
 
 
-def teacher_logits_source(config: MaxTextConfig, split: Split, shard: ShardSpec) -> BatchIterator:
+def teacher_logits_source(
+    config: MaxTextConfig, split: Split, row_format: RowFormat, shard: ShardSpec
+) -> BatchIterator:
     top_k_of(config)
     folder = local_path(config.offline_data_dir or "")
     return TeacherLogits(find_parts(folder), config.max_target_length, config.num_epoch, shard)
 
 
-def max_data_streams(config: MaxTextConfig, split: Split) -> int:
+def max_data_streams(config: MaxTextConfig, split: Split, row_format: RowFormat) -> int:
     return sum(part.rows for part in find_parts(local_path(config.offline_data_dir or "")))
 
 

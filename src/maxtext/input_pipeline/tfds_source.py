@@ -18,21 +18,28 @@ from maxtext.input_pipeline.encode import columns_to_read
 from maxtext.input_pipeline.formats import Documents, Record, open_files
 from maxtext.input_pipeline.interface import BatchIterator, ShardSpec, Split
 from maxtext.input_pipeline.pipeline import MixtureComponent, document_batches, max_streams_of
+from maxtext.input_pipeline.row_formats import RowFormat
 
 # File format of `tfds` -> kind of file (formats/)
 KINDS = {"array_record": "arrayrecord", "tfrecord": "tfrecord"}
 
 
-def tfds_source(config: MaxTextConfig, split: Split, shard: ShardSpec) -> BatchIterator | None:
+def tfds_source(
+    config: MaxTextConfig, split: Split, row_format: RowFormat, shard: ShardSpec
+) -> BatchIterator | None:
     key = "dataset_name" if split is Split.TRAIN else "eval_dataset_name"
-    return document_batches(config, split, shard, load_components(config, split), key)
+    return document_batches(
+        config, split, row_format, shard, load_components(config, split, row_format), key
+    )
 
 
-def max_data_streams(config: MaxTextConfig, split: Split) -> int:
-    return max_streams_of(load_components(config, split))
+def max_data_streams(config: MaxTextConfig, split: Split, row_format: RowFormat) -> int:
+    return max_streams_of(load_components(config, split, row_format))
 
 
-def load_components(config: MaxTextConfig, split: Split) -> list[MixtureComponent]:
+def load_components(
+    config: MaxTextConfig, split: Split, row_format: RowFormat
+) -> list[MixtureComponent]:
     """The documents of the configured split, as one component."""
     train = split is Split.TRAIN
     key, name = (
@@ -64,7 +71,10 @@ def load_components(config: MaxTextConfig, split: Split) -> list[MixtureComponen
         )
     paths = [str(instruction.filename) for instruction in instructions]
     files = open_files(
-        paths, kind, columns_to_read(config, split), config.grain_data_source_max_workers
+        paths,
+        kind,
+        columns_to_read(config, split, row_format),
+        config.grain_data_source_max_workers,
     )
     return [MixtureComponent(FileRanges(files, instructions))]
 

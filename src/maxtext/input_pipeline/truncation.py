@@ -10,7 +10,8 @@ from maxtext.configs.types import DatasetType, MaxTextConfig
 from maxtext.input_pipeline import hf_source
 from maxtext.input_pipeline.encode import RecordEncoder, shared_encoder
 from maxtext.input_pipeline.formats import BadRecord, Record, RecordSource, UnusableRecord
-from maxtext.input_pipeline.interface import ShardSpec, Split, is_fine_tuning
+from maxtext.input_pipeline.interface import ShardSpec, Split
+from maxtext.input_pipeline.row_formats import RowFormat
 from maxtext.input_pipeline.sequences import num_targets
 from maxtext.input_pipeline.sources import source_of
 
@@ -18,18 +19,18 @@ SAMPLED_DOCUMENTS = 256  # of each component of a mixture; all documents of a sm
 SAMPLED_CHARACTERS = 2**23
 
 
-def truncated_share(config: MaxTextConfig) -> float | None:
+def truncated_share(config: MaxTextConfig, row_format: RowFormat) -> float | None:
     """The share of the training tokens that is dropped because a document is longer than
     max_target_length, or None if the run truncates no documents.
 
     Documents have n_i targets each: the share is 1 - sum(min(n_i, length)) / sum(n_i), in which
     the documents of a mixture count by its weights.
     """
-    if not config.use_truncation or is_fine_tuning(config) or config.offline_data_dir:
+    if not config.use_truncation or row_format.has_masks or row_format.train_source:
         return None
-    encoder = shared_encoder(config, Split.TRAIN)
+    encoder = shared_encoder(config, Split.TRAIN, row_format)
     used = total = 0.0
-    for weight, records in sample_records(config):
+    for weight, records in sample_records(config, row_format):
         targets = np.array(count_targets(encoder, records), float)
         if len(targets):
             total += weight * targets.mean()
@@ -37,15 +38,19 @@ def truncated_share(config: MaxTextConfig) -> float | None:
     return 1 - used / total if total else None
 
 
-def sample_records(config: MaxTextConfig) -> list[tuple[float, Iterable[Record]]]:
+def sample_records(
+    config: MaxTextConfig, row_format: RowFormat
+) -> list[tuple[float, Iterable[Record]]]:
     """(weight, records) of each component of the training data; empty for sources that do not
     truncate."""
-    load_components = getattr(source_of(config, Split.TRAIN)[0], "load_components", None)
+    load_components = getattr(
+        source_of(config, Split.TRAIN, row_format)[0], "load_components", None
+    )
     if load_components is None or config.dataset_type is DatasetType.C4MLPERF:
         return []
-    if components := load_components(config, Split.TRAIN):
+    if components := load_components(config, Split.TRAIN, row_format):
         return [(part.weight, read_sample(part.documents)) for part in components]
-    stream = hf_source.open_stream(config, Split.TRAIN, ShardSpec(1))
+    stream = hf_source.open_stream(config, Split.TRAIN, row_format, ShardSpec(1))
     return [(1.0, islice(stream, SAMPLED_DOCUMENTS))]
 
 

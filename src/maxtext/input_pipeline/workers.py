@@ -16,6 +16,7 @@ from maxtext.common.errors import UserError
 from maxtext.configs.types import MaxTextConfig
 from maxtext.input_pipeline.interface import Batch, BatchIterator, ShardSpec, Split, State
 from maxtext.input_pipeline.prefetch import prefetch
+from maxtext.input_pipeline.row_formats import RowFormat
 from maxtext.input_pipeline.sources import make_iterator
 from maxtext.input_pipeline.subprocesses import start_program
 from maxtext.tokenizers.text_utils import num_cores
@@ -23,11 +24,10 @@ from maxtext.tokenizers.text_utils import num_cores
 WORKER_MB = 256  # memory of a worker before it has read anything
 
 
-def worker_count(config: MaxTextConfig, split: Split) -> int:
-    is_offline = bool(config.offline_data_dir) and split is Split.TRAIN
-    is_small = bool(config.use_grpo)  # batches of prompts, whose columns are Python objects
+def worker_count(config: MaxTextConfig, split: Split, row_format: RowFormat) -> int:
+    is_encoded = row_format.train_source is not None and split is Split.TRAIN
     # Sending costs more than it saves.
-    if is_offline or is_small or config.dataset_type.value == "synthetic":
+    if is_encoded or row_format.has_records or config.dataset_type.value == "synthetic":
         return 0
     wanted = config.grain_worker_count if split is Split.TRAIN else config.grain_worker_count_eval
     return (
@@ -36,11 +36,11 @@ def worker_count(config: MaxTextConfig, split: Split) -> int:
 
 
 def data_stream_factory(
-    config: MaxTextConfig, split: Split
+    config: MaxTextConfig, split: Split, row_format: RowFormat
 ) -> Callable[[ShardSpec], BatchIterator | None]:
     """A function that opens a stream, in this process or in the configured number of workers."""
-    count = worker_count(config, split)
-    return partial(Workers(count).open if count else make_iterator, config, split)
+    count = worker_count(config, split, row_format)
+    return partial(Workers(count).open if count else make_iterator, config, split, row_format)
 
 
 class Workers:
@@ -51,7 +51,9 @@ class Workers:
         self.opened = 0
         self.lock = threading.Lock()
 
-    def open(self, config: MaxTextConfig, split: Split, shard: ShardSpec) -> "RemoteBatches | None":
+    def open(
+        self, config: MaxTextConfig, split: Split, row_format: RowFormat, shard: ShardSpec
+    ) -> "RemoteBatches | None":
         with self.lock:  # streams are opened by several threads
             worker_index = self.opened % len(self.workers)
             self.opened += 1
@@ -59,7 +61,7 @@ class Workers:
             if worker is None or worker.closed:
                 worker = self.workers[worker_index] = Worker(self.lock)
             number = worker.reserve_stream()
-        return worker.open(number, config, split, shard)
+        return worker.open(number, config, split, row_format, shard)
 
 
 class Worker:
@@ -82,11 +84,16 @@ class Worker:
         return number
 
     def open(
-        self, number: int, config: MaxTextConfig, split: Split, shard: ShardSpec
+        self,
+        number: int,
+        config: MaxTextConfig,
+        split: Split,
+        row_format: RowFormat,
+        shard: ShardSpec,
     ) -> "RemoteBatches | None":
         state = None
         try:
-            state = self.request("open", number, config, split, shard)
+            state = self.request("open", number, config, split, row_format, shard)
         finally:
             if state is None:
                 self.release_stream(number)
@@ -157,9 +164,14 @@ class WorkerServer:
         self.streams: dict[int, BatchIterator] = {}
 
     def open(
-        self, number: int, config: MaxTextConfig, split: Split, shard: ShardSpec
+        self,
+        number: int,
+        config: MaxTextConfig,
+        split: Split,
+        row_format: RowFormat,
+        shard: ShardSpec,
     ) -> State | None:
-        iterator = make_iterator(config, split, shard)
+        iterator = make_iterator(config, split, row_format, shard)
         if iterator is None:
             return None
         train = split is Split.TRAIN

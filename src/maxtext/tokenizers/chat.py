@@ -153,9 +153,12 @@ class ChatTemplate:
         )
 
 
-def chat_template(config: MaxTextConfig, tokenizer: Tokenizer) -> ChatTemplate | None:
+def chat_template(
+    config: MaxTextConfig, tokenizer: Tokenizer, may_be_prompt: bool = False
+) -> ChatTemplate | None:
     """The template of the configuration, else the tokenizer's own, else None. `chat_template` may
-    be the name of one of several templates of the tokenizer.
+    be the name of one of several templates of the tokenizer. `may_be_prompt`: the file at
+    chat_template_path may have a template of prompts instead (`PromptTemplate`).
 
     Raises ConfigError if there is none and `use_chat_template` is set.
     """
@@ -166,7 +169,7 @@ def chat_template(config: MaxTextConfig, tokenizer: Tokenizer) -> ChatTemplate |
     elif config.chat_template:
         templates, origin = config.chat_template, "chat_template"
     elif config.chat_template_path:
-        template = read_template(Path(config.chat_template_path).expanduser(), config.use_grpo)
+        template = read_template(Path(config.chat_template_path).expanduser(), may_be_prompt)
         if template is not None:
             templates, origin = template, config.chat_template_path
     if templates is not None:
@@ -198,9 +201,9 @@ def select_templates(
     return templates["default"], templates.get("tool_use")
 
 
-def read_template(path: Path, may_be_prompt: bool | None = False) -> ChatTemplateSource:
+def read_template(path: Path, may_be_prompt: bool = False) -> ChatTemplateSource:
     """A Jinja file, or a JSON file with an entry chat_template like tokenizer_config.json.
-    `may_be_prompt`: None for a file whose entry TEMPLATE is that of prompts alone.
+    None for a file with the entry TEMPLATE alone, if `may_be_prompt`.
     """
     try:
         text = path.read_text(encoding="utf-8")

@@ -34,7 +34,7 @@ def banner(
             "steps": f"{config.steps:,}",
             "tokens a step": f"{rows * length:,} ({rows} x {length})",
             "optimizer": f"{config.opt_type.value}, {schedule} to {config.learning_rate:g}",
-            "data": describe_data(config),
+            "data": describe_data(context),
             "start": origin,
             "saved": describe_outputs(config),
         },
@@ -74,8 +74,9 @@ def describe_peak(config: MaxTextConfig) -> dict[str, str]:
     return {"peak": f"{peak / 1e12:.0f} TFLOP/s a device in {dtype}, for MFU"} if peak else {}
 
 
-def describe_data(config: MaxTextConfig) -> str:
-    share = truncated_share(config)
+def describe_data(context: RunContext) -> str:
+    config = context.config
+    share = truncated_share(config, context.row_format)
     if share is None:
         return config.dataset_type.value
     return f"{config.dataset_type.value}; use_truncation=true drops {share:.1%} of the tokens"

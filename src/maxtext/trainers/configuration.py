@@ -2,19 +2,17 @@
 from."""
 
 import os
-from dataclasses import replace
 
 from maxtext.checkpoint.open import Checkpoint, open_checkpoint
-from maxtext.configs import fields, ledger
+from maxtext.configs import ledger
 from maxtext.configs.derive import Devices, visible_devices
-from maxtext.configs.load import base_values, peek_setting
+from maxtext.configs.load import base_values
 from maxtext.configs.provenance import Layer, Setting, Source
 from maxtext.configs.startup import process_settings
 from maxtext.configs.types import MaxTextConfig
-from maxtext.configs.types.rl import RLHardware
 from maxtext.inference.loading import has_bfloat16_weights
 from maxtext.models.configuration import load
-from maxtext.trainers.rl.device_split import split_devices
+from maxtext.trainers.methods.rl.device_split import trainer_devices
 from maxtext.trainers.trainable import has_adapters
 
 
@@ -42,18 +40,3 @@ def load_run(
         return config
     frozen = {"weight_dtype": Setting("bfloat16", Source("derived", "the frozen base"))}
     return load(path, overrides | frozen, devices=devices, model=model)
-
-
-def trainer_devices(path: str | os.PathLike | None, overrides: Layer, devices: Devices) -> Devices:
-    """The devices that the mesh of a run has. Raises ConfigError if the keys that divide them
-    between trainer and sampler do not fit."""
-    values = {}
-    for key in ("use_grpo", *RLHardware.model_fields):
-        value = fields.normalise(key, peek_setting(key, path, overrides, os.environ))
-        values[key] = getattr(base_values(), key) if value is None else value
-    if not values.pop("use_grpo"):
-        return devices
-    split = split_devices(RLHardware(**values), devices.count, devices.slices)
-    if split.is_shared:
-        return devices
-    return replace(devices, count=len(split.trainer), slices=split.trainer_slices)

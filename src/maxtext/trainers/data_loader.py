@@ -10,7 +10,7 @@ communication.
 import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
@@ -25,10 +25,12 @@ from maxtext.input_pipeline import (
     open_data_streams,
     prefetch,
 )
-from maxtext.trainers.batch_size import batch_size_at, batch_sizes
+from maxtext.trainers.batch_size import batch_size_at
 from maxtext.trainers.model_losses import token_order
-from maxtext.trainers.run_context import RunContext
 from maxtext.trainers.step import STOP_FLAG, StopFlag
+
+if TYPE_CHECKING:
+    from maxtext.trainers.run_context import RunContext
 
 PREFETCHED_BATCHES = 2  # on the host
 AddFields = Callable[[Batch], Batch]
@@ -47,7 +49,7 @@ class DeviceBatch(NamedTuple):
 class TrainDataLoader:
     """The batch of each step. `source` holds the position in the data."""
 
-    def __init__(self, context: RunContext):
+    def __init__(self, context: "RunContext"):
         self.context = context
         self.streams = open_train_streams(context)
         self.source = prefetch(self.streams, PREFETCHED_BATCHES)
@@ -82,6 +84,10 @@ class TrainDataLoader:
         fields = shard_batch(self.context, batch, self.streams, full_rows)
         return DeviceBatch(fields, max_segments(batch))
 
+    def first_shared_prefix(self) -> int:
+        """The tokens that the rows of a group share in the first step."""
+        return 0
+
     def request_stop(self) -> bool:
         """Ask all processes to stop, by the flag of the next batch. False if this process is the
         only one: it need not wait for the others."""
@@ -96,7 +102,7 @@ class EvalDataLoader:
     """Each call returns all batches of one evaluation, from the first. `add_fields` is called with
     each batch of the data."""
 
-    def __init__(self, context: RunContext, streams: DataStreams, add_fields: AddFields):
+    def __init__(self, context: "RunContext", streams: DataStreams, add_fields: AddFields):
         self.context = context
         self.streams = streams
         self.add_fields = add_fields
@@ -140,26 +146,26 @@ def any_process(flag: bool) -> bool:
 
 
 def padding_batch(
-    context: RunContext, streams: DataStreams, rows: int, is_training: bool = True
+    context: "RunContext", streams: DataStreams, rows: int, is_training: bool = True
 ) -> Batch:
     """The part of a padding batch of `rows` rows that this process holds."""
     return padding_fields(context, len(streams.local_rows(rows)), is_training)
 
 
-def padding_fields(context: RunContext, rows: int, is_training: bool) -> Batch:
+def padding_fields(context: "RunContext", rows: int, is_training: bool) -> Batch:
     fields = context.abstract_batch(1, is_training)
     return {name: np.zeros((rows, *field.shape[1:]), field.dtype) for name, field in fields.items()}
 
 
-def open_train_streams(context: RunContext) -> DataStreams:
+def open_train_streams(context: "RunContext") -> DataStreams:
     config = context.config
+    batches = context.method.batches
     streams = open_data_streams(
         config,
         Split.TRAIN,
-        rows=(lambda step: config.batch_size)
-        if config.use_grpo
-        else partial(batch_size_at, config),
-        sizes=[config.batch_size] if config.use_grpo else batch_sizes(config),
+        context.row_format,
+        rows=partial(batches.rows_to_read, config),
+        sizes=batches.sizes_to_read(config),
         local_rows=partial(rows_to_read, context),
         processes=jax.process_count(),
     )
@@ -167,10 +173,10 @@ def open_train_streams(context: RunContext) -> DataStreams:
     return streams
 
 
-def open_eval_streams(context: RunContext) -> DataStreams | None:
+def open_eval_streams(context: "RunContext") -> DataStreams | None:
     """None if evaluation is off. Raises ConfigError if it has no data, or data without an end."""
     config = context.config
-    if config.eval_interval <= 0 or config.use_grpo:  # which samples responses instead
+    if config.eval_interval <= 0 or not context.method.has_eval_loss:
         return None
     if config.eval_steps <= 0 and config.dataset_type.value == "synthetic":
         raise ConfigError(
@@ -180,6 +186,7 @@ def open_eval_streams(context: RunContext) -> DataStreams | None:
     streams = open_data_streams(
         config,
         Split.EVAL,
+        context.row_format,
         rows=lambda step: rows,
         sizes=[rows],
         local_rows=partial(rows_to_read, context),
@@ -203,7 +210,7 @@ def processes_per_reader(config: MaxTextConfig) -> int:
     return round(max(config.expansion_factor_real_data, 1))
 
 
-def rows_to_read(context: RunContext, rows: int) -> np.ndarray:
+def rows_to_read(context: "RunContext", rows: int) -> np.ndarray:
     """Sorted indices of the rows of a batch that this process reads: those of its own devices, and
     with expansion_factor_real_data also those of processes that do not read."""
     loaded = rows * processes_per_reader(context.config)
@@ -216,7 +223,7 @@ def rows_to_read(context: RunContext, rows: int) -> np.ndarray:
 
 
 def shard_batch(
-    context: RunContext, batch: Batch, streams: DataStreams, full_rows: int
+    context: "RunContext", batch: Batch, streams: DataStreams, full_rows: int
 ) -> dict[str, jax.Array]:
     """`full_rows`: the rows of the global batch, if this process has none of them."""
     rows = streams.global_rows(batch) or full_rows
@@ -224,7 +231,7 @@ def shard_batch(
 
 
 def to_devices(
-    context: RunContext,
+    context: "RunContext",
     batch: dict[str, np.ndarray],
     local_rows: np.ndarray | None = None,
     rows: int | None = None,
@@ -278,7 +285,7 @@ def redistribute(field: jax.Array, rows: int, sharding: Any) -> jax.Array:
     return jax.lax.with_sharding_constraint(field[:rows], sharding)
 
 
-def fill_per_device(context: RunContext, value: int) -> jax.Array:
+def fill_per_device(context: "RunContext", value: int) -> jax.Array:
     """[devices]: this process's value on each of its devices."""
     array = np.full(1, value, np.int32)
     return jax.make_array_from_callback(

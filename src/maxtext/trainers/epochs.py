@@ -15,7 +15,6 @@ from maxtext.common import progress
 from maxtext.common.log import LOGGER
 from maxtext.configs.provenance import Source
 from maxtext.configs.types import MaxTextConfig
-from maxtext.input_pipeline.interface import is_fine_tuning
 from maxtext.optimizers import build_optimizer
 from maxtext.trainers.batch_size import batch_size_at
 from maxtext.trainers.data_loader import open_train_streams
@@ -27,10 +26,13 @@ from maxtext.trainers.trainable import select
 MAX_ROWS_READ = 10_000
 
 
-def has_open_end(config: MaxTextConfig) -> bool:
+def has_open_end(context: RunContext) -> bool:
     """Whether a run of fine-tuning has as many steps as its data gives."""
+    config = context.config
     is_endless = config.dataset_type.value == "synthetic" or config.reuse_example_batch
-    return config.source("steps").kind == "default" and is_fine_tuning(config) and not is_endless
+    return (
+        config.source("steps").kind == "default" and context.row_format.has_masks and not is_endless
+    )
 
 
 def with_steps_of_epochs(context: RunContext) -> RunContext:

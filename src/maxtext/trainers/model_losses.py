@@ -189,11 +189,15 @@ def sum_aux_losses(layer_aux: dict) -> dict[str, jax.Array]:
 
 
 def eval_loss_sums(
-    config: MaxTextConfig, template: Template, weights: Any, batch: Batch
+    config: MaxTextConfig,
+    template: Template,
+    weights: Any,
+    batch: Batch,
+    counts_correct: bool = False,
 ) -> dict[str, jax.Array]:
-    """Sums over a batch: the loss and its tokens; with use_sft also the tokens that are predicted
-    right; with mtp_eval_target_module also the draft tokens of that MTP layer, and how many of them
-    the model accepts."""
+    """Sums over a batch: the loss and its tokens; with `counts_correct` also the tokens that are
+    predicted right; with mtp_eval_target_module also the draft tokens of that MTP layer, and how
+    many of them the model accepts."""
     model = bind_model(config, template, weights)
     inputs = layer_inputs(config, batch, None)
     x, _ = model.run(batch["inputs"], inputs)
@@ -201,7 +205,7 @@ def eval_loss_sums(
     losses, _ = model.losses(hidden, batch["targets"], config.num_vocab_tiling)
     mask = target_mask(batch)
     sums = {"loss": jnp.sum(losses * mask), "count": jnp.sum(mask)}
-    if config.use_sft:
+    if counts_correct:
         sums["correct"] = count_correct(config, model, hidden, batch["targets"], mask)
     step = config.mtp_eval_target_module
     if step:

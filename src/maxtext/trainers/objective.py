@@ -7,7 +7,7 @@ sums of microbatches add up to the loss of the batch, whatever tokens each of th
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, Self
 
 import jax
@@ -39,8 +39,20 @@ class Objective(Protocol):
     @property
     def template(self) -> Template: ...
 
+    @property
+    def has_prompts(self) -> bool:
+        """Whether rows have tokens that are read and are not in the loss."""
+
+    @property
+    def compares_passes(self) -> bool:
+        """Whether the loss compares two passes that are equal if their weights are, of which one
+        is differentiated."""
+
     def with_config(self, config: MaxTextConfig) -> "Objective":
         """The same model, with other settings."""
+
+    def with_shared_prefix(self, length: int) -> "Objective":
+        """For rows of which the first of each group begin with the same `length` tokens."""
 
     def counts(self, batch: Batch) -> Sums:
         """The divisor of each sum of `losses`."""
@@ -68,7 +80,7 @@ class Objective(Protocol):
 
     @property
     def row_fields(self) -> tuple[str, ...]:
-        """Fields of a batch that are float32 [rows], in addition to those of `batch_fields`."""
+        """Fields of a batch that are float32 [rows], in addition to those of its row format."""
 
     @property
     def reference_flops_per_token(self) -> float:
@@ -86,6 +98,10 @@ class Objective(Protocol):
         """The reference in these shardings; called if `abstract_reference` is not None.
         `initial_weights` returns the weights of the trained model before the first step."""
 
+    @property
+    def starts_from_reference(self) -> bool:
+        """Whether `start_weights` changes the weights that were loaded."""
+
     def start_weights(self, weights: Any, reference: Any) -> Any:
         """The weights of step 0, from those that were loaded; under jit."""
 
@@ -99,6 +115,9 @@ class Objective(Protocol):
     def model_weights(self, weights: Any, reference: Any) -> Any:
         """The weights of `model_template`, from the trained ones; under jit."""
 
+    def trained_weights(self, model_weights: Any) -> Any:
+        """The trained weights before the first step, from those of `model_template`; under jit."""
+
 
 @dataclass(frozen=True)
 class ModelObjective:
@@ -106,9 +125,18 @@ class ModelObjective:
 
     config: MaxTextConfig
     template: Template
+    has_prompts: bool = field(default=False, kw_only=True)
+
+    @property
+    def compares_passes(self) -> bool:
+        return False
 
     def with_config(self, config: MaxTextConfig) -> Self:
         return replace(self, config=config)
+
+    def with_shared_prefix(self, length: int) -> Self:
+        assert not length, "rows of this method share no prompt"
+        return self
 
     @property
     def token_fields(self) -> dict[str, tuple[int, Any]]:
@@ -117,6 +145,10 @@ class ModelObjective:
     @property
     def row_fields(self) -> tuple[str, ...]:
         return ()
+
+    @property
+    def starts_from_reference(self) -> bool:
+        return False
 
     def start_weights(self, weights: Any, reference: Any) -> Any:
         return weights
@@ -131,10 +163,13 @@ class ModelObjective:
     def model_weights(self, weights: Any, reference: Any) -> Any:
         return weights
 
+    def trained_weights(self, model_weights: Any) -> Any:
+        return model_weights
+
 
 @dataclass(frozen=True)
 class LanguageModelObjective(ModelObjective):
-    """Next-token prediction: pre-training, and SFT, whose batches mask what is not learned."""
+    """Next-token prediction over the targets in the mask of a batch."""
 
     def counts(self, batch: Batch) -> Sums:
         return token_counts(self.config, batch)
@@ -145,7 +180,9 @@ class LanguageModelObjective(ModelObjective):
         return language_model_losses(self.config, self.template, weights, batch, key)
 
     def eval_sums(self, weights: Any, reference: Any, batch: Batch) -> Sums:
-        return eval_loss_sums(self.config, self.template, weights, batch)
+        return eval_loss_sums(
+            self.config, self.template, weights, batch, counts_correct=self.has_prompts
+        )
 
     def eval_metrics(self, sums: dict[str, float]) -> dict[str, float]:
         loss = sums["loss"] / max(sums["count"], 1.0)

@@ -25,6 +25,10 @@ class PolicyObjective(ModelObjective, ABC):
     base_template: Template  # without adapters
 
     @property
+    def compares_passes(self) -> bool:
+        return True
+
+    @property
     @abstractmethod
     def needs_reference(self) -> bool:
         """Whether every step computes the reference."""

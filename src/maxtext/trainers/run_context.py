@@ -10,20 +10,26 @@ import jax.numpy as jnp
 import optax
 
 from maxtext.common.errors import ConfigError
+from maxtext.common.log import LOGGER
 from maxtext.configs.types import MaxTextConfig
-from maxtext.input_pipeline import batch_fields
+from maxtext.input_pipeline import RowFormat
 from maxtext.layers.adapters import AdapterSpec
 from maxtext.layers.lora import split_adapter
 from maxtext.layers.parameters import Template
 from maxtext.layers.quantized import abstract_quantized
 from maxtext.models.counts import train_flops_per_token
-from maxtext.models.transformer import build_context, initial_weights, refuse_absent_kernels
+from maxtext.models.transformer import (
+    build_context,
+    initial_weights,
+    make_template,
+    refuse_absent_kernels,
+)
 from maxtext.optimizers import build_optimizer
 from maxtext.sharding import AxisRules, make_mesh, use_rules
-from maxtext.trainers.adapters import run_adapters
-from maxtext.trainers.build_objective import build_objective
+from maxtext.trainers.adapters import model_context, run_adapters
+from maxtext.trainers.methods import method_of
+from maxtext.trainers.methods.method import Method
 from maxtext.trainers.objective import Objective
-from maxtext.trainers.rl.grpo import GRPOObjective
 from maxtext.trainers.shardings import Shardings
 from maxtext.trainers.step import TrainState
 from maxtext.trainers.trainable import optimized_mask, select
@@ -31,6 +37,7 @@ from maxtext.trainers.trainable import optimized_mask, select
 
 @dataclass(frozen=True)
 class RunContext:
+    method: Method
     rules: AxisRules  # of the state
     objective: Objective
     optimizer: optax.GradientTransformationExtraArgs
@@ -50,8 +57,13 @@ class RunContext:
 
     @classmethod
     def from_rules(cls, config: MaxTextConfig, rules: AxisRules) -> "RunContext":
-        adapters = run_adapters(config)
-        objective = build_objective(config, rules, adapters)
+        adapters, method = run_adapters(config), method_of(config)
+        if config.mtp_num_layers and not method.trains_mtp:
+            LOGGER.warning(
+                "the MTP layers of the model are not trained: %s has no such loss", method.name
+            )
+        template = make_template(config, model_context(config, rules, adapters=adapters))
+        objective = method.objective(config, template, rules)
         trained = optimized_mask(config, objective.template, warn=True)
         if not any(jax.tree.leaves(trained)):
             raise ConfigError(
@@ -59,6 +71,7 @@ class RunContext:
                 "match no weight that this run may change"
             )
         return cls(
+            method=method,
             rules=rules,
             objective=objective,
             optimizer=build_optimizer(config, select(objective.template.axes, trained)),
@@ -80,28 +93,34 @@ class RunContext:
             return self
         return replace(self, own_program_rules=self.rules.for_evaluation(self.config))
 
+    @property
+    def row_format(self) -> RowFormat:
+        return self.method.row_format(self.config)
+
     def with_config(self, config: MaxTextConfig) -> "RunContext":
         """The same model and mesh, with other settings of its programs."""
         return replace(self, objective=self.objective.with_config(config))
 
     def with_shared_prefix(self, length: int) -> "RunContext":
         """For groups of rollouts that begin with `length` common tokens."""
-        if not length:
-            return self
-        assert isinstance(self.objective, GRPOObjective)
-        return replace(self, objective=replace(self.objective, shared_prefix=length))
+        return replace(self, objective=self.objective.with_shared_prefix(length))
 
     @property
     def template(self) -> Template:
         """The model that is trained."""
         return self.objective.template
 
+    @property
+    def computes_weights(self) -> bool:
+        """Whether the weights of the model that runs are computed from the trained ones."""
+        return self.objective.model_template is not self.template
+
     def model_weights(self, state: TrainState) -> Any:
         """The weights of the model as it runs; those of the state, unless they are computed from
         the trained ones."""
-        template = self.objective.model_template
-        if template is self.template:
+        if not self.computes_weights:
             return state.weights
+        template = self.objective.model_template
         shardings = self.rules.shardings(template.axes, template.weights)
         with use_rules(self.rules):
             compute = jax.jit(self.objective.model_weights, out_shardings=shardings)
@@ -145,6 +164,7 @@ class RunContext:
     def shardings(self) -> Shardings:
         return Shardings(
             config=self.config,
+            method=self.method,
             rules=self.rules,
             program_rules=self.program_rules,
             template=self.template,
@@ -181,7 +201,7 @@ class RunContext:
             for name, (size, dtype) in self.objective.token_fields.items()
             if is_training
         }
-        return dict.fromkeys(batch_fields(self.config), field) | row_fields | token_fields
+        return dict.fromkeys(self.row_format.fields, field) | row_fields | token_fields
 
     @cached_property
     def key(self) -> jax.Array:

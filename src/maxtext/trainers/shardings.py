@@ -18,6 +18,7 @@ from maxtext.sharding.state import (
     on_host,
     shard_over,
 )
+from maxtext.trainers.methods.method import Method
 from maxtext.trainers.step import TrainState
 from maxtext.trainers.trainable import optimized_mask, select
 
@@ -25,6 +26,7 @@ from maxtext.trainers.trainable import optimized_mask, select
 @dataclass(frozen=True)
 class Shardings:
     config: MaxTextConfig
+    method: Method
     rules: AxisRules  # of the state
     program_rules: AxisRules  # of batches
     template: Template
@@ -124,9 +126,10 @@ class Shardings:
         sharding_tolerance allows are replicated although the mesh could split them. With
         debug_sharding, log the sharding of every weight."""
         config = self.config
-        key = "batch_size or num_generations" if config.use_grpo else "per_device_batch_size"
-        check_batch_size(self.rules, config.micro_batch_size_to_train_on, key)
-        if config.eval_interval > 0 and not config.use_grpo:  # which samples responses instead
+        check_batch_size(
+            self.rules, config.micro_batch_size_to_train_on, self.method.batches.rows_key
+        )
+        if config.eval_interval > 0 and self.method.has_eval_loss:
             check_batch_size(
                 self.rules.for_evaluation(config),
                 config.micro_batch_size_to_eval_on,

@@ -139,7 +139,7 @@ def make_train_step(
             "param_norm": global_norm(select(new.weights, trained)),
             "total_weights": objective.num_tokens(batch),
         }
-        if config.use_sft:  # prompts are read, and have no loss
+        if objective.has_prompts:
             read = objective.model_rows(batch)["inputs_segmentation"] != 0
             metrics["computed_tokens"] = jnp.sum(read).astype(jnp.float32)
         if stop_flag is not None:

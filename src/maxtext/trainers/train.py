@@ -1,5 +1,5 @@
 """Training, by any method: from a configuration to a trained state, with metrics, checkpoints and
-a summary. What is minimized is the run's objective (build_objective.py)."""
+a summary. The record of the run's method (methods/) says what is read and minimized."""
 
 import contextlib
 import json
@@ -22,7 +22,7 @@ from maxtext.common.log import LOGGER
 from maxtext.common.run_lock import RunLock
 from maxtext.common.signals import call_on_signals
 from maxtext.configs import serialize
-from maxtext.configs.rules.distillation import samples_completions
+from maxtext.configs.derive import run_folder
 from maxtext.configs.startup import configure_process
 from maxtext.configs.types import MaxTextConfig
 from maxtext.diagnostics.console import start_banner
@@ -34,7 +34,7 @@ from maxtext.input_pipeline.data_streams import DataStreams
 from maxtext.trainers.banner import banner
 from maxtext.trainers.batch_size import batch_size_at
 from maxtext.trainers.checkpointing.export import save_results
-from maxtext.trainers.checkpointing.init_state import initial_weights, with_reference
+from maxtext.trainers.checkpointing.init_state import with_reference
 from maxtext.trainers.checkpointing.restore import Start, find_start, frozen_checksum
 from maxtext.trainers.checkpointing.save import Save
 from maxtext.trainers.compilation.compile import compile_eval_step
@@ -47,20 +47,17 @@ from maxtext.trainers.data_loader import (
 )
 from maxtext.trainers.epochs import has_open_end, with_steps_of_epochs
 from maxtext.trainers.hooks import EvaluateLoss, Profile, Record, TrainingFailed
-from maxtext.trainers.loop import Hook, Loop, TrainStep
-from maxtext.trainers.memory.estimate import batch_key
+from maxtext.trainers.loop import Hook, Loop
 from maxtext.trainers.memory.usage import FreeMemory, check_state, compile_and_check
+from maxtext.trainers.methods import method_of
+from maxtext.trainers.methods.method import StepSetup
+from maxtext.trainers.methods.rl.rewards.functions import RewardFunction
 from maxtext.trainers.outcome import stop_signal, summarize
-from maxtext.trainers.preference.objective import PreferenceObjective
-from maxtext.trainers.preference.reference_logps import load_or_compute
-from maxtext.trainers.rl.prompt_loader import PromptLoader
-from maxtext.trainers.rl.rewards.functions import RewardFunction
-from maxtext.trainers.rl.shared_prompts import shared_prefix
 from maxtext.trainers.run_context import RunContext
 from maxtext.trainers.step import TrainState
 
 if TYPE_CHECKING:
-    from maxtext.trainers.rl.agents.agent import Agent
+    from maxtext.trainers.methods.rl.agents.agent import Agent
 
 
 @dataclass
@@ -88,7 +85,7 @@ def train(
         try:
             return train_locked(config, checkpoint, hooks, rewards, agent)
         except (jax.errors.JaxRuntimeError, MemoryError) as error:
-            shortage = out_of_memory(error, batch_key(config))
+            shortage = out_of_memory(error, method_of(config).batches.microbatch_key)
             if shortage is None:
                 raise
             raise shortage from error
@@ -106,17 +103,16 @@ def train_locked(
     context = RunContext.from_config(config)
     context.shardings.check()
     check_state(context, free := FreeMemory.measure())
-    if has_open_end(config):
+    if has_open_end(context):
         context = with_steps_of_epochs(context)
         config = context.config
-    data_loader = PromptLoader(context) if config.use_grpo else TrainDataLoader(context)
+    method = context.method
+    data_loader = method.data_loader(context)
     eval_streams = open_eval_streams(context.for_evaluation())
     start = find_start(context, data_loader.source, checkpoint)
     if start.step >= config.steps:
         data_loader.close()
         return nothing_to_do(context, start)
-    peak_flops = hardware.peak_flops(jax.devices()[0].device_kind, config.dtype.value)
-    profiler = Profiler(config, first_step=start.step, last_step=config.steps - 1)
     step_cache = StepCache(context)
     first_step = compile_and_check(
         context, free, lambda: compile_first_step(step_cache, data_loader, start.step)
@@ -125,7 +121,7 @@ def train_locked(
         state, key = start.result()
         state = with_reference(context, state, start.step, checkpoint)
     checksum = frozen_checksum(context, state, start)
-    data_loader.add_fields = reference_fields(context, state, start.step, checkpoint)
+    data_loader.add_fields = method.prepare_batches(context, state, start.step, checkpoint)
     if jax.process_index() == 0:
         start_banner(banner(context, first_step, run_folder(config), start.origin))
     writers = make_writers(
@@ -139,13 +135,14 @@ def train_locked(
     # A signal after the last step must not interrupt the last save or the summary.
     with contextlib.ExitStack() as signal_handlers:
         with Recorder(writers) as recorder, stack_traces(config), contextlib.ExitStack() as closing:
-            hooks = build_hooks(context, recorder, profiler, peak_flops, start.step)
+            hooks = build_hooks(context, recorder, start.step)
             if eval_streams is not None:
                 hooks.append(loss_hook(context, recorder, eval_streams, data_loader.add_fields))
-            train_step = sampling_step(
+            setup = StepSetup(
                 context, step_cache, data_loader, start.step, checkpoint, rewards, agent
             )
-            hooks += [*response_hooks(train_step, recorder), *more_hooks]
+            train_step = method.wrap_step(setup)
+            hooks += [*method.hooks(train_step, recorder), *more_hooks]
             save = None
             if config.enable_checkpointing:
                 save = Save(context, data_loader.source, start, checksum)
@@ -177,14 +174,10 @@ def train_locked(
 
 
 def compile_first_step(step_cache: StepCache, data_loader: TrainDataLoader, step: int) -> Any:
-    context, prefix = step_cache.context, 0
-    if isinstance(data_loader, PromptLoader):  # the prompts of the first rollouts
-        segments = [batch["inputs_segmentation"] for batch in data_loader.peek(1)]
-        lengths = [int(length) for rows in segments for length in (rows != 0).sum(axis=1)]
-        prefix = shared_prefix(context, lengths)
+    rows = batch_size_at(step_cache.context.config, step)
     LOGGER.info("compiling the train step")
     with progress.working("compiling the train step"):
-        return step_cache.get(batch_size_at(context.config, step), shared_prefix=prefix)
+        return step_cache.get(rows, shared_prefix=data_loader.first_shared_prefix())
 
 
 def run_and_save(loop: Loop, save: Save | None) -> UserError | None:
@@ -203,24 +196,14 @@ def run_and_save(loop: Loop, save: Save | None) -> UserError | None:
     return failure
 
 
-def reference_fields(
-    context: RunContext, state: TrainState, step: int, checkpoint: Checkpoint | None
-) -> AddFields:
-    """Adds the fields of a batch that are computed before training; see reference_logps.py."""
-    if not (isinstance(context.objective, PreferenceObjective) and context.objective.row_fields):
-        return lambda batch: batch
-    weights = state.weights if step == 0 else initial_weights(context, checkpoint)
-    return load_or_compute(context, run_folder(context.config), weights).add_fields
-
-
 def build_hooks(
     context: RunContext,
     recorder: Recorder,
-    profiler: Profiler,
-    peak_flops: float | None,
     first_step: int,
 ) -> list[Hook]:
     config = context.config
+    peak_flops = hardware.peak_flops(jax.devices()[0].device_kind, config.dtype.value)
+    profiler = Profiler(config, first_step=first_step, last_step=config.steps - 1)
     record = Record(
         config,
         recorder,
@@ -258,10 +241,6 @@ def nothing_to_do(context: RunContext, start: Start) -> Result:
     return Result(context, start.result()[0], summary=summary | {"steps": start.step})
 
 
-def run_folder(config: MaxTextConfig) -> str:
-    return os.path.join(config.base_output_directory, config.run_name)
-
-
 def write_configuration(config: MaxTextConfig) -> None:
     """Write the resolved configuration to the run's folder, as a file to read and to run again."""
     if config.log_config and jax.process_index() == 0:
@@ -269,47 +248,3 @@ def write_configuration(config: MaxTextConfig) -> None:
             os.path.join(run_folder(config), "config.yml"),
             serialize.yaml_text(config, serialize.KEYS_IN_ORDER),
         )
-
-
-def sampling_step(
-    context: RunContext,
-    train_step: TrainStep,
-    data_loader: TrainDataLoader,
-    step: int,
-    checkpoint: Checkpoint | None,
-    rewards: Sequence[RewardFunction],
-    agent: "Agent | None",
-) -> TrainStep:
-    """`train_step`, after completions are sampled if the method of the run does that. `step`: the
-    number of steps done. Only runs that sample import the inference engine."""
-    if isinstance(data_loader, PromptLoader):
-        from maxtext.trainers.rl.rewards.builtin import run_rewards
-        from maxtext.trainers.rl.rollout_step import GroupRolloutStep
-
-        return GroupRolloutStep(
-            context,
-            train_step,
-            data_loader=data_loader,
-            rewards=run_rewards(context.config, rewards, agent.rewards if agent else ()),
-            step=step,
-            folder=run_folder(context.config),
-            checkpoint=checkpoint,
-            agent=agent,
-        )
-    if not samples_completions(context.config):
-        return train_step
-    from maxtext.trainers.distillation.on_policy import OnPolicyStep
-
-    return OnPolicyStep(context, train_step, data_loader, step=step, checkpoint=checkpoint)
-
-
-def response_hooks(train_step: TrainStep, recorder: Recorder) -> list[Hook]:
-    """The evaluation of reinforcement learning, if the run does it."""
-    if isinstance(train_step, StepCache):
-        return []
-    from maxtext.trainers.rl.evaluation_hook import response_evaluation_hooks
-    from maxtext.trainers.rl.rollout_step import GroupRolloutStep
-
-    if not isinstance(train_step, GroupRolloutStep):
-        return []
-    return response_evaluation_hooks(train_step, recorder, run_folder(train_step.config))

@@ -19,6 +19,7 @@ from maxtext.common.errors import ConfigError, UserError
 from maxtext.common.files import local_path
 from maxtext.common.hub import find_folder
 from maxtext.configs import fields
+from maxtext.configs.derive import run_folder
 from maxtext.configs.provenance import Layer
 from maxtext.configs.sources import HERE, from_python
 from maxtext.configs.types import MaxTextConfig
@@ -30,10 +31,10 @@ from maxtext.tokenizers.load import open_tokenizer
 from maxtext.trainers.checkpointing.export import trained_llm
 from maxtext.trainers.configuration import load_run
 from maxtext.trainers.loop import Hook, Loop
-from maxtext.trainers.rl.agents.agent import Agent
-from maxtext.trainers.rl.agents.environment import EnvironmentFactory
-from maxtext.trainers.rl.rewards.functions import RewardFunction, reward_functions
-from maxtext.trainers.train import Result, run_folder, train
+from maxtext.trainers.methods.rl.agents.agent import Agent
+from maxtext.trainers.methods.rl.agents.environment import EnvironmentFactory
+from maxtext.trainers.methods.rl.rewards.functions import RewardFunction, reward_functions
+from maxtext.trainers.train import Result, train
 
 PARQUET, JSONL = ".parquet", (".jsonl", ".json")
 

@@ -26,6 +26,7 @@ def formatter_of(tokens, prompt=(), echo=False, logprobs=0):
         num_choices=1,
         format=MessageFormat(),
         shows_specials=False,
+        shows_token_ids=False,
         logprobs=logprobs,
         is_chat=False,
         return_token_ids=False,

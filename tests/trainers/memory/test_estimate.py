@@ -26,10 +26,10 @@ from maxtext.trainers.memory.estimate import (
     Estimate,
     Program,
     abstract_context,
-    apply_plan,
     describe_shortage,
     estimate_memory,
     suggest_plans,
+    with_batch,
 )
 from tests.forked import run_python
 
@@ -385,7 +385,7 @@ def test_microbatches_of_rollouts_have_whole_groups_and_divide_the_prompts(of_ro
         assert (plan.batch_key, plan.batch_value) == ("train_micro_batch_size", size)
         config = configure_rl(f"train_micro_batch_size={plan.batch_value:g}")
         assert config.micro_batch_size_to_train_on == plan.rows
-        applied = apply_plan(of_rollouts.config, of_rollouts.target, plan)
+        applied = with_batch(of_rollouts.config, of_rollouts.target, plan.policy, plan.rows)
         assert applied.micro_batch_size_to_train_on == plan.rows
     plans = {"policy": None, "batch": plan}
     show(of_rollouts, plans)

@@ -93,7 +93,7 @@ def save_results(
     """
     if has_adapters(context.config):
         save_trained_adapter(context, state.weights, folder, checkpoint)
-    elif context.config.learn_to_init_mode:
+    elif context.computes_weights:
         save_student(context, state, folder, checkpoint)
 
 

@@ -3,7 +3,7 @@
 With lora_weight_qtype (QLoRA) the matrices of the base are quantized as they are loaded.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -17,10 +17,12 @@ from maxtext.layers.quantized import initial_quantizer
 from maxtext.models.transformer import build_context, initial_weights
 from maxtext.sharding import use_rules
 from maxtext.trainers.adapters import base_template
-from maxtext.trainers.run_context import RunContext
+
+if TYPE_CHECKING:
+    from maxtext.trainers.run_context import RunContext
 
 
-def adapted_weights(context: RunContext, checkpoint: Checkpoint | None) -> Any:
+def adapted_weights(context: "RunContext", checkpoint: Checkpoint | None) -> Any:
     """The base of a folder, or a random one, with the adapters before the first step."""
     config, template = context.config, base_template(context.config, context.rules)
     with use_rules(context.rules):
@@ -46,7 +48,7 @@ def adapted_weights(context: RunContext, checkpoint: Checkpoint | None) -> Any:
         return merge_dicts(base, initial_adapter(context, base))
 
 
-def initial_adapter(context: RunContext, base: Any) -> Any:
+def initial_adapter(context: "RunContext", base: Any) -> Any:
     """The parameters of the adapters: those of lora_restore_path, with the modules that it has in
     full (modules_to_save), or new ones."""
     config, template = context.config, context.template
@@ -69,7 +71,7 @@ def initial_adapter(context: RunContext, base: Any) -> Any:
     return jax.jit(fresh, out_shardings=shardings)(base)
 
 
-def trained_adapter(context: RunContext, weights: Any) -> Adapter:
+def trained_adapter(context: "RunContext", weights: Any) -> Adapter:
     """The adapter of a run, on the host."""
     assert context.adapters is not None
     return Adapter.from_tree(context.adapters, weights, context.template, context.config)

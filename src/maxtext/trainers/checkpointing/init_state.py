@@ -4,7 +4,7 @@ import importlib
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -20,17 +20,17 @@ from maxtext.models.differences import config_differences
 from maxtext.models.transformer import initial_weights as random_weights
 from maxtext.sharding import use_rules
 from maxtext.trainers.checkpointing.init_adapters import adapted_weights
-from maxtext.trainers.distillation.objective import DistillationObjective
-from maxtext.trainers.distillation.weight_maps import has_weight_maps
-from maxtext.trainers.run_context import RunContext
 from maxtext.trainers.step import TrainState
 from maxtext.trainers.trainable import has_adapters
 
+if TYPE_CHECKING:
+    from maxtext.trainers.run_context import RunContext
 
-def initial_state(context: RunContext, checkpoint: Checkpoint | None = None) -> TrainState:
+
+def initial_state(context: "RunContext", checkpoint: Checkpoint | None = None) -> TrainState:
     """`checkpoint`: load_parameters_path, if it is open already."""
     path = context.config.load_parameters_path
-    if has_adapters(context.config) or context.config.learn_to_init_mode:
+    if has_adapters(context.config) or context.computes_weights:
         return state_from_weights(context, initial_weights(context, checkpoint))
     if not path:
         with use_rules(context.rules):
@@ -40,7 +40,7 @@ def initial_state(context: RunContext, checkpoint: Checkpoint | None = None) -> 
     return state_from_weights(context, read_weights(context, checkpoint or open_checkpoint(path)))
 
 
-def state_from_weights(context: RunContext, weights: Any) -> TrainState:
+def state_from_weights(context: "RunContext", weights: Any) -> TrainState:
     """The state before the first step, in its shards. Donates the weights."""
     with use_rules(context.rules):
         init = jax.jit(
@@ -51,7 +51,7 @@ def state_from_weights(context: RunContext, weights: Any) -> TrainState:
         return init(weights)
 
 
-def initial_weights(context: RunContext, checkpoint: Checkpoint | None = None) -> Any:
+def initial_weights(context: "RunContext", checkpoint: Checkpoint | None = None) -> Any:
     """The weights before the first step, also of a run that has done some."""
     path = context.config.load_parameters_path
     if has_adapters(context.config):
@@ -59,21 +59,18 @@ def initial_weights(context: RunContext, checkpoint: Checkpoint | None = None) -
         if checkpoint is not None:
             check_base(context.config, checkpoint)
         return adapted_weights(context, checkpoint)
-    if context.config.learn_to_init_mode:
-        return learn_to_init_weights(
-            context, checkpoint or (open_checkpoint(path) if path else None)
-        )
+    if context.computes_weights:
+        checkpoint = checkpoint or (open_checkpoint(path) if path else None)
+        return factor_weights(context, checkpoint)
     if path:
         return read_weights(context, checkpoint or open_checkpoint(path))
     return initial_state(context).weights
 
 
-def learn_to_init_weights(context: RunContext, checkpoint: Checkpoint | None) -> Any:
-    """The factors of attention weights before the first step, and the other weights of a
-    checkpoint, or random ones."""
+def factor_weights(context: "RunContext", checkpoint: Checkpoint | None) -> Any:
+    """What the objective trains instead of the weights of its model, which are those of a
+    checkpoint or random."""
     config, objective = context.config, context.objective
-    assert isinstance(objective, DistillationObjective)
-    assert objective.learn_to_init is not None
     template = objective.model_template
     shardings = context.rules.shardings(template.axes, template.weights)
     with use_rules(context.rules):
@@ -85,14 +82,12 @@ def learn_to_init_weights(context: RunContext, checkpoint: Checkpoint | None) ->
             param_infos = model_param_infos(template, config)
             source = checkpoint.weights(config, param_infos)
             weights = load_weights(source, param_infos, template, shardings)
-        init = jax.jit(
-            objective.learn_to_init.initial_weights, out_shardings=context.shardings.weights
-        )
+        init = jax.jit(objective.trained_weights, out_shardings=context.shardings.weights)
         return init(weights)
 
 
 def with_reference(
-    context: RunContext, state: TrainState, step: int, checkpoint: Checkpoint | None
+    context: "RunContext", state: TrainState, step: int, checkpoint: Checkpoint | None
 ) -> TrainState:
     """The state with the weights of the reference, if the objective has one. `step`: the number of
     steps done. `checkpoint`: load_parameters_path, if it is open already."""
@@ -105,7 +100,7 @@ def with_reference(
 
     with use_rules(context.rules):
         reference = objective.make_reference(weights, context.shardings.reference)
-        if step == 0 and has_weight_maps(context.config):
+        if step == 0 and objective.starts_from_reference:
             init = jax.jit(
                 lambda *trees: context.state_from_weights(objective.start_weights(*trees)),
                 out_shardings=context.shardings.state_without_reference,
@@ -114,7 +109,7 @@ def with_reference(
     return replace(state, reference=reference)
 
 
-def read_weights(context: RunContext, checkpoint: Checkpoint) -> Any:
+def read_weights(context: "RunContext", checkpoint: Checkpoint) -> Any:
     """The weights of a checkpoint, read straight into their shards. Raises ConfigError if they are
     quantized or of another model."""
     check_base(context.config, checkpoint)
@@ -148,7 +143,7 @@ def check_same_model(config: MaxTextConfig, checkpoint: Checkpoint) -> None:
         )
 
 
-def apply_conversion(context: RunContext, state: TrainState) -> TrainState:
+def apply_conversion(context: "RunContext", state: TrainState) -> TrainState:
     """The state with checkpoint_conversion_fn applied to its weights."""
     name = context.config.checkpoint_conversion_fn
     if name is None:

@@ -341,7 +341,7 @@ def load_initial_weights(
 ) -> TrainState:
     """The state before the first step, with the weights of a folder or of the newest step of a
     training checkpoint. `checkpoint`: the same, if it is open already."""
-    is_other_tree = has_adapters(context.config) or context.config.learn_to_init_mode
+    is_other_tree = has_adapters(context.config) or context.computes_weights
     if is_other_tree or not steps.has_steps(path):
         return apply_conversion(context, initial_state(context, checkpoint))
     stored = SavedStep(steps.find_steps(path)[-1])

@@ -3,7 +3,7 @@
 import contextlib
 import os
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +12,11 @@ from maxtext.common.errors import ConfigError
 from maxtext.optimizers import learning_rate_schedule
 from maxtext.sharding import use_rules
 from maxtext.sharding.explicit import with_explicit_sharding
-from maxtext.trainers.policy_objective import PolicyObjective
-from maxtext.trainers.run_context import RunContext
 from maxtext.trainers.shardings import with_shardings
 from maxtext.trainers.step import STOP_FLAG, make_eval_step, make_train_step
+
+if TYPE_CHECKING:
+    from maxtext.trainers.run_context import RunContext
 
 # The keys are platforms. On CPUs, LLVM at optimization level 1 compiles a step in three quarters
 # of the time, and the step runs as fast. XLA_FLAGS override these options.
@@ -31,11 +32,11 @@ class OutOfDeviceMemory(ConfigError):
     """The step needs more memory than its devices have."""
 
 
-def compile_train_step(context: RunContext, rows: int) -> jax.stages.Compiled:
+def compile_train_step(context: "RunContext", rows: int) -> jax.stages.Compiled:
     return compile_lowered(context, lower_train_step(context, rows))
 
 
-def lower_train_step(context: RunContext, rows: int) -> jax.stages.Lowered:
+def lower_train_step(context: "RunContext", rows: int) -> jax.stages.Lowered:
     """The train step for batches of `rows` rows. It donates the state."""
     shardings = context.shardings
     step = make_train_step(
@@ -57,7 +58,7 @@ def lower_train_step(context: RunContext, rows: int) -> jax.stages.Lowered:
     return lower(context, jitted, *arguments)
 
 
-def compile_eval_step(context: RunContext, rows: int) -> jax.stages.Compiled:
+def compile_eval_step(context: "RunContext", rows: int) -> jax.stages.Compiled:
     shardings = context.shardings
     step = jax.jit(make_eval_step(context.objective), out_shardings=shardings.replicated)
     state = with_shardings(context.abstract_state, shardings.state)
@@ -66,7 +67,7 @@ def compile_eval_step(context: RunContext, rows: int) -> jax.stages.Compiled:
     return lowered.compile(default_options(context))
 
 
-def lower(context: RunContext, step: Any, *arguments: Any) -> jax.stages.Lowered:
+def lower(context: "RunContext", step: Any, *arguments: Any) -> jax.stages.Lowered:
     mesh = context.rules.mesh
     with (
         use_rules(context.program_rules),
@@ -76,11 +77,11 @@ def lower(context: RunContext, step: Any, *arguments: Any) -> jax.stages.Lowered
         return step.lower(*arguments)
 
 
-def is_explicit(context: RunContext) -> bool:
+def is_explicit(context: "RunContext") -> bool:
     return context.config.shard_mode.value == "explicit"
 
 
-def compile_lowered(context: RunContext, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+def compile_lowered(context: "RunContext", lowered: jax.stages.Lowered) -> jax.stages.Compiled:
     """The train step, compiled with compile_xla_flags. Raises OutOfDeviceMemory if the compiler
     reports that it does not fit, and ConfigError if XLA rejects a flag."""
     flags = compiler_options(context.config.compile_xla_flags)
@@ -101,13 +102,13 @@ def compile_lowered(context: RunContext, lowered: jax.stages.Lowered) -> jax.sta
         raise
 
 
-def default_options(context: RunContext) -> dict[str, Any]:
+def default_options(context: "RunContext") -> dict[str, Any]:
     """COMPILER_OPTIONS of the platform, with ROUNDING_OPTIONS for a policy and its reference,
     without those that XLA_FLAGS sets."""
     given = {flag.partition("=")[0] for flag in os.environ.get("XLA_FLAGS", "").split()}
     platform = platform_of(context)
     options = COMPILER_OPTIONS.get(platform, {})
-    if isinstance(context.objective, PolicyObjective) and platform in ("cpu", "gpu"):
+    if context.objective.compares_passes and platform in ("cpu", "gpu"):
         options = options | ROUNDING_OPTIONS
     return {name: value for name, value in options.items() if f"--{name}" not in given}
 
@@ -123,5 +124,5 @@ def compiler_options(flags: str) -> dict[str, str]:
     return options
 
 
-def platform_of(context: RunContext) -> str:
+def platform_of(context: "RunContext") -> str:
     return context.rules.mesh.devices.flat[0].platform

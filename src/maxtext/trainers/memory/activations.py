@@ -17,7 +17,6 @@ import jax.numpy as jnp
 from maxtext.common.trees import merge_dicts
 from maxtext.configs.remat import OFFLOADED, SAVED_ON_DEVICE
 from maxtext.configs.types import MaxTextConfig
-from maxtext.input_pipeline import batch_fields
 from maxtext.sharding import AxisRules, use_rules
 from maxtext.sharding.memory import ActivationSharding, MemoryBytes, single_device_rules
 from maxtext.trainers.model_losses import layer_inputs
@@ -144,7 +143,7 @@ def trace(config: MaxTextConfig, device: AxisRules, without_head: bool = False) 
         return backward, backward(jax.tree.map(jnp.ones_like, value))
 
     tokens = jax.ShapeDtypeStruct((ROWS, config.max_target_length), jnp.int32)
-    batch = dict.fromkeys(batch_fields(config), tokens) | dict.fromkeys(
+    batch = dict.fromkeys(context.row_format.fields, tokens) | dict.fromkeys(
         objective.row_fields, jax.ShapeDtypeStruct((ROWS,), jnp.float32)
     )
     batch |= {

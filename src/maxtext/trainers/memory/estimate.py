@@ -25,12 +25,14 @@ from maxtext.sharding import AxisRules
 from maxtext.sharding.collectives import Collective, count_collectives
 from maxtext.sharding.memory import MemoryBytes, abstract_mesh, max_gathered_bytes, shard_bytes
 from maxtext.sharding.topology import Target
+from maxtext.trainers.batch_size import StepBatches
 from maxtext.trainers.compilation.compile import (
     OutOfDeviceMemory,
     compile_lowered,
     lower_train_step,
 )
 from maxtext.trainers.memory.activations import SavedActivations, activations_by_policy, policy_of
+from maxtext.trainers.methods import method_of
 from maxtext.trainers.run_context import RunContext
 from maxtext.trainers.trainable import select
 
@@ -111,27 +113,6 @@ class Plan:
     measured: int | None = None
 
 
-def batch_key(config: MaxTextConfig) -> str:
-    """The key that sets the rows of a microbatch."""
-    return "train_micro_batch_size" if config.use_grpo else "per_device_batch_size"
-
-
-def batch_value(config: MaxTextConfig, target: Target, rows: int) -> float:
-    """What `batch_key` is for a microbatch of this number of rows."""
-    return rows / (config.num_generations if config.use_grpo else target.count)
-
-
-def possible_rows(config: MaxTextConfig, shards: int, limit: int) -> int:
-    """The largest microbatch of up to `limit` rows that `batch_key` can set; 0 if there is none.
-    The prompts of a step of reinforcement learning divide into equal microbatches. `shards`: into
-    which the mesh splits a batch."""
-    if not config.use_grpo:
-        return limit // shards * shards
-    prompts, samples = config.batch_size, config.num_generations
-    sizes = [size * samples for size in range(1, prompts + 1) if prompts % size == 0]
-    return max((rows for rows in sizes if rows <= limit), default=0)
-
-
 @dataclass(frozen=True)
 class Estimate:
     config: MaxTextConfig
@@ -156,14 +137,22 @@ class Estimate:
         return self.config.micro_batch_size_to_train_on
 
     @property
+    def batches(self) -> StepBatches:
+        return method_of(self.config).batches
+
+    @property
     def batch_key(self) -> str:
-        return batch_key(self.config)
+        """The key that sets the rows of a microbatch."""
+        return self.batches.microbatch_key
 
     def batch_value(self, rows: int) -> float:
-        return batch_value(self.config, self.target, rows)
+        """What `batch_key` is for a microbatch of this number of rows."""
+        return self.batches.microbatch_value(self.config, rows, self.target.count)
 
     def possible_rows(self, limit: int) -> int:
-        return possible_rows(self.config, self.batch_shards, limit)
+        """The largest microbatch of up to `limit` rows that `batch_key` can set; 0 if there is
+        none."""
+        return self.batches.possible_rows(self.config, limit, self.batch_shards)
 
     @property
     def current(self) -> SavedActivations:
@@ -286,20 +275,9 @@ def estimate_memory(config: MaxTextConfig, target: Target, compiling: bool = Tru
             context.rules, context.template.weights, context.template.axes, config.dtype.value
         ),
         batch_shards=batch_shards(context.rules),
-        rollout_caches=rollout_cache_bytes(context),
+        rollout_caches=context.method.rollout_bytes(context),
     )
     return with_program(computed, context) if compiling else computed
-
-
-def rollout_cache_bytes(context: RunContext) -> int:
-    """Bytes of one device for the rollouts of a step, besides the weights of the trainer; 0 without
-    rollouts."""
-    if not context.config.use_grpo:
-        return 0
-    from maxtext.trainers.rl.rollout import engine_bytes  # imports the inference engine
-
-    total = engine_bytes(context.config, context.objective.model_template, context.rules)
-    return total // context.rules.mesh.size
 
 
 def with_program(estimate: Estimate, context: RunContext) -> Estimate:
@@ -325,7 +303,7 @@ def abstract_context(config: MaxTextConfig) -> RunContext:
 
 def compile_plan(estimate: Estimate, plan: Plan) -> Estimate:
     """The estimate of a plan, measured on its own program."""
-    config = apply_plan(estimate.config, estimate.target, plan)
+    config = with_batch(estimate.config, estimate.target, plan.policy, plan.rows)
     factor = plan.rows / estimate.rows
     scaled = replace(
         estimate,
@@ -369,13 +347,11 @@ def scale_activations(saved: SavedActivations, factor: float) -> SavedActivation
     return replace(saved, layers=layers, outer=int(saved.outer * factor))
 
 
-def apply_plan(config: MaxTextConfig, target: Target, plan: Plan) -> MaxTextConfig:
-    """The configuration with the policy and the batch of a plan, and its derived values."""
-    keys: dict[str, Any] = {"remat_policy": plan.policy, plan.batch_key: plan.batch_value}
-    if config.use_grpo:
-        rows = config.batch_size * config.num_generations
-        keys["gradient_accumulation_steps"] = rows // plan.rows
-    changed = config.model_copy(update=keys)
+def with_batch(config: MaxTextConfig, target: Target, policy: str, rows: int) -> MaxTextConfig:
+    """The configuration with this policy and microbatches of `rows` rows, and its derived
+    values."""
+    batch = method_of(config).batches.with_microbatch(config, rows, target.count)
+    changed = config.model_copy(update={"remat_policy": policy, **batch})
     return changed.model_copy(
         update=derive.derive(changed, derive.Devices(target.count, target.slices))
     )

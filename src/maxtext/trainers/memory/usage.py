@@ -21,14 +21,7 @@ from maxtext.sharding.memory import MemoryBytes, shard_bytes
 from maxtext.sharding.topology import Target, free_memory
 from maxtext.trainers.compilation.compile import OutOfDeviceMemory, compile_train_step
 from maxtext.trainers.memory.activations import policy_of
-from maxtext.trainers.memory.estimate import (
-    Plan,
-    apply_plan,
-    batch_key,
-    batch_shards,
-    batch_value,
-    possible_rows,
-)
+from maxtext.trainers.memory.estimate import batch_shards, with_batch
 from maxtext.trainers.run_context import RunContext
 
 MAX_COMPILATIONS = 4  # to find the largest batch that fits
@@ -125,9 +118,8 @@ def compile_and_check(
         raise OutOfDeviceMemory(f"{error}; {advice}") from error
     shortage = free.shortage(step_bytes(step))
     if shortage and not free.shortage(state_bytes(context)):
-        value = getattr(config, batch_key(config))
-        rows = config.micro_batch_size_to_train_on
-        batch = f"a step of {rows} rows ({batch_key(config)}={value:g})"
+        key, rows = context.method.batches.microbatch_key, config.micro_batch_size_to_train_on
+        batch = f"a step of {rows} rows ({key}={getattr(config, key):g})"
         advice = describe_batch(context, free, step_bytes(step)) if config.check_memory else ""
         refuse_or_warn(config, f"{batch} {shortage}" + (f": {advice}" if advice else ""))
     return step
@@ -145,7 +137,8 @@ def refuse_or_warn(config: MaxTextConfig, problem: str) -> None:
 def describe_batch(context: RunContext, free: FreeMemory, needed: MemoryBytes | None) -> str:
     """Names the largest batch that fits, which is compiled to be sure."""
     config = context.config
-    key = batch_key(config)
+    batches = context.method.batches
+    key = batches.microbatch_key
     if config.enable_rampup_batch_size or free.device is None:
         return f"lower {key} or max_target_length"
     with progress.working(f"finding the largest {key} that fits"):
@@ -156,7 +149,7 @@ def describe_batch(context: RunContext, free: FreeMemory, needed: MemoryBytes | 
             f"max_target_length={config.max_target_length}; lower the length, or recompute more "
             "(remat_policy=full)"
         )
-    value = batch_value(config, target_of(context), rows)
+    value = batches.microbatch_value(config, rows, target_of(context).count)
     return f"{key}={value:g} {'is the largest that fits' if is_largest else 'fits'}"
 
 
@@ -167,6 +160,7 @@ def largest_batch(
     does not fit; `needed` is what it needs. Memory is linear in the rows, about, so the next batch
     to compile is interpolated."""
     config, shards = context.config, batch_shards(context.rules)
+    batches = context.method.batches
     low, high = 0, config.micro_batch_size_to_train_on
     low_bytes = state_bytes(context).device
     high_bytes = needed.device if needed is not None else 0
@@ -178,7 +172,7 @@ def largest_batch(
         if high_bytes > low_bytes:
             part = ((free.device or 0) - low_bytes) / (high_bytes - low_bytes)
             guess = low + int((high - low) * part)
-        rows = max(possible_rows(config, shards, min(guess, high - 1)), smallest)
+        rows = max(batches.possible_rows(config, min(guess, high - 1), shards), smallest)
         size = compiled_bytes(context, rows)
         if size is not None and not free.shortage(size):
             low, low_bytes = rows, size.device
@@ -189,23 +183,20 @@ def largest_batch(
 
 def next_rows(context: RunContext, shards: int, rows: int) -> int:
     """The next larger microbatch that the configuration can have."""
-    config = context.config
+    config, batches = context.config, context.method.batches
     full = config.micro_batch_size_to_train_on
-    larger = (each for each in range(rows + 1, full) if possible_rows(config, shards, each) == each)
-    return next(larger, full)
+    for larger in range(rows + 1, full):
+        if batches.possible_rows(config, larger, shards) == larger:
+            return larger
+    return full
 
 
 def compiled_bytes(context: RunContext, rows: int) -> MemoryBytes | None:
     """What the step of microbatches of `rows` rows needs; None if the compiler refuses it."""
-    target, config = target_of(context), context.config
-    plan = Plan(
-        policy_of(config),
-        rows,
-        batch_key=batch_key(config),
-        batch_value=batch_value(config, target, rows),
-        expected=0,
+    config = context.config
+    smaller = RunContext.from_config(
+        with_batch(config, target_of(context), policy_of(config), rows)
     )
-    smaller = RunContext.from_config(apply_plan(config, target, plan))
     try:
         return step_bytes(compile_train_step(smaller, smaller.config.global_batch_size_to_train_on))
     except OutOfDeviceMemory:
