@@ -18,16 +18,17 @@ from maxtext.inference.server.middleware import AsgiApp, route_path
 
 # A name, or an IPv6 address in brackets; and a port.
 NETLOC = re.compile(
-    r"(?P<name>\[[^\[\]@/?#\s]+\]|[\w-]+(?:\.[\w-]+)*\.?)(?::(?P<port>\d{1,5}))?", re.ASCII
+    r"(?P<name>\[[^\[\]@/?#\s]+\]|\.?[\w-]+(?:\.[\w-]+)*\.?)(?::(?P<port>\d{1,5}))?", re.ASCII
 )
+LABEL = re.compile(r"[a-z][a-z0-9_-]*", re.ASCII)  # a name without a dot
 # Load balancers ask for them under any name, and a page learns nothing from them.
 PROBE_PATHS = {"/health", "/ping"}
 ANY = "*"
 
 
 class HostMiddleware:
-    """Refuses requests whose Host is a name that the server was not told: neither an IP address,
-    which no name server can have chosen, nor localhost, nor one of `allowed_hosts`.
+    """Refuses requests whose Host is a name that somebody else may have registered: neither an IP
+    address, nor a name without a dot such as localhost, nor one of `allowed_hosts`.
     """
 
     def __init__(self, app: AsgiApp, allowed_hosts: Sequence[str] = ()):
@@ -93,8 +94,8 @@ class OriginMiddleware:
 
 
 def is_allowed_host(host: str, allowed_hosts: Sequence[str]) -> bool:
-    """Whether a Host is an IP address, localhost, or one of `allowed_hosts`: `name`, `.name` with
-    its subdomains, `*` for any.
+    """Whether a Host is an IP address, a name without a dot, or one of `allowed_hosts`: `name`,
+    `.name` with its subdomains, `*` for any.
     """
     if ANY in allowed_hosts:
         return True
@@ -102,7 +103,8 @@ def is_allowed_host(host: str, allowed_hosts: Sequence[str]) -> bool:
     if match is None:
         return False
     name = match["name"].removesuffix(".")
-    if name == "localhost" or name.endswith(".localhost") or is_ip_address(name):
+    # Nobody else can register a name without a dot; it is of this machine or of its network.
+    if LABEL.fullmatch(name) or name.endswith(".localhost") or is_ip_address(name):
         return True
     return matches_entry(host.lower(), allowed_hosts, any_port=True)
 
