@@ -18,7 +18,7 @@ from maxtext.inference.sampling_params import SamplingParams
 from maxtext.trainers import tune
 from maxtext.trainers.configuration import load_run
 from maxtext.trainers.methods.rl import rollout
-from maxtext.trainers.methods.rl.group_sampler import reward_metrics
+from maxtext.trainers.methods.rl.group_sampler import RewardWatch, reward_metrics
 from maxtext.trainers.methods.rl.rewards.keys import RewardKeys
 from maxtext.trainers.methods.rl.rollout_log import RolloutLog, ScoredRollout
 from maxtext.trainers.methods.rl.rollout_step import check_agreement, log_rollout
@@ -260,6 +260,25 @@ def test_metrics_leave_out_what_is_not_scored():
     assert metrics["reward"] == metrics["rewards/f"] == pytest.approx(5 / 3)
     assert metrics["reward_std"] == pytest.approx(math.sqrt(2))
     assert metrics["groups/degenerate"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("rewards", "reason"),
+    [((2.0, 2.0), "equal rewards"), ((math.nan, math.nan), "every reward is nan")],
+)
+def test_warns_of_steps_in_a_row_that_teach_nothing(rewards, reason, caplog, monkeypatch):
+    """After 3 steps, then after 6 and 12; a step with an advantage counts from 0 again."""
+    monkeypatch.setattr("maxtext.common.log.LOGGER.propagate", True)
+    equal = reward_metrics([scored(0, reward, 0.0) for reward in rewards], 2)
+    unequal = reward_metrics([scored(0, 1.0, 1.0), scored(0, 3.0, -1.0)], 2)
+    watch, steps = RewardWatch(), []
+    for step, metrics in enumerate([equal, equal, unequal, *[equal] * 12]):
+        caplog.clear()
+        watch.add(metrics)
+        if caplog.messages:
+            steps.append(step)
+            assert reason in caplog.messages[0]
+    assert steps == [5, 8, 14]
 
 
 def test_log_of_rollouts_drops_steps_without_a_checkpoint(tmp_path):

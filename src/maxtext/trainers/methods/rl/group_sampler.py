@@ -1,12 +1,14 @@
 """Groups of completions: sampled by the engine, and scored by the reward functions of a run."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
 
+from maxtext.common.log import LOGGER
 from maxtext.configs.types import MaxTextConfig
 from maxtext.inference.requests import GenerationRequest
 from maxtext.inference.sampling_params import SamplingParams
@@ -28,6 +30,7 @@ from maxtext.trainers.methods.rl.rollout import Rollout, RolloutEngine, rollout_
 from maxtext.trainers.methods.rl.rollout_log import ScoredRollout
 from maxtext.trainers.methods.rl.spans import Clock
 
+DEGENERATE_STEPS = 3
 # Compiled: an accelerator takes 0.2 ms for each operation of its own, and the update waits.
 compiled_advantages = jax.jit(advantages, static_argnames=("num_generations", "scale"))
 compiled_degenerate_groups = jax.jit(degenerate_groups, static_argnames="num_generations")
@@ -168,6 +171,31 @@ def reward_metrics(scored: Sequence[ScoredRollout], num_generations: int) -> dic
         metrics[f"rewards/{name}"] = mean(np.array([each.rewards[name] for each in scored]))
     is_degenerate = np.asarray(compiled_degenerate_groups(values, num_generations))
     return metrics | {"groups/degenerate": float(is_degenerate.mean())}
+
+
+class RewardWatch:
+    """Warns when the rewards of DEGENERATE_STEPS steps in a row leave nothing to learn, and again
+    after every doubling."""
+
+    def __init__(self) -> None:
+        self.steps = 0  # in a row
+
+    def add(self, metrics: Mapping[str, float]) -> None:
+        """`metrics`: those of `reward_metrics`."""
+        self.steps = self.steps + 1 if metrics["groups/degenerate"] == 1 else 0
+        periods, rest = divmod(self.steps, DEGENERATE_STEPS)
+        if rest or periods.bit_count() != 1:
+            return
+        if math.isnan(metrics["reward"]):
+            problem = "every reward is nan, so no completion is scored"
+        else:
+            problem = "the completions of every prompt have equal rewards, so all advantages are 0"
+        LOGGER.warning(
+            "nothing was learned in %d steps in a row: %s; look at rollouts.jsonl "
+            "and at the reward functions",
+            self.steps,
+            problem,
+        )
 
 
 def count(values: np.ndarray) -> int:

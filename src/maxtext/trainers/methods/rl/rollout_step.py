@@ -33,6 +33,7 @@ from maxtext.trainers.methods.rl.agents.agent import AgenticSampler
 from maxtext.trainers.methods.rl.group_sampler import (
     GroupSampler,
     Prompt,
+    RewardWatch,
     SampledBatch,
     compiled_degenerate_groups,
     read_prompts,
@@ -110,6 +111,7 @@ class GroupRolloutStep:
         if self.config.enable_tunix_perf_metrics:
             self.spans = SpanLog(self.folder, self.step)
         self.rollouts: list[ScoredRollout] = []
+        self.reward_watch = RewardWatch()
         self.batch: DeviceBatch | None = None
         self.metrics: dict[str, float] = {}
         data_loader.step = self.step
@@ -222,6 +224,7 @@ class GroupRolloutStep:
     def record(self, sampled: SampledBatch) -> None:
         """Log the batch that is learned now."""
         self.log.append(self.rollouts)
+        self.reward_watch.add(sampled.metrics)
         if self.config.rl:
             log_rollout(self.rollouts[0], RewardKeys.from_config(self.config))
         self.metrics = sampled.metrics
