@@ -392,5 +392,5 @@ def test_weights_and_biases_names_its_extra(make_config, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)  # an import now fails
     with pytest.raises(MissingExtra, match=r"WANDB_PROJECT.*\[wandb\]"):
         make_writers(make_config(), environ={"WANDB_PROJECT": "p"})
-    with pytest.raises(MissingExtra, match=r"enable_wandb=true.*maxtext\[wandb\]"):
+    with pytest.raises(MissingExtra, match=r"enable_wandb=true.*\[wandb\]"):
         make_writers(make_config(enable_wandb=True), environ={})

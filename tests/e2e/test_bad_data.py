@@ -40,7 +40,10 @@ CASES = {
     "a vocabulary that is too small": (
         (*TEXT, "grain_train_files={}/good", "vocab_size=200"), "set vocab_size to 259 or more",
     ),
-    "another format": ((*TEXT[:1], "grain_train_files={}/good"), "is not an ArrayRecord file"),
+    "another format": (
+        (*TEXT[:1], "grain_train_files={}/good", "grain_file_type=arrayrecord"),
+        "is not an ArrayRecord file",
+    ),
     "another source": (("dataset_type=hf",), "dataset_type=hf needs hf_path"),
 }  # fmt: skip
 

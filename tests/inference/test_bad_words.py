@@ -2,9 +2,9 @@
 
 import pytest
 
-from maxtext.common.errors import UserError
 from maxtext.inference import GenerationRequest, SamplingParams
 from maxtext.inference.bad_words import BadWordsMatcher, tokenize_bad_words
+from maxtext.inference.validation import RequestError
 from maxtext.tokenizers import open_tokenizer
 from tests.tokenizers.tiny import write_bpe
 
@@ -90,8 +90,12 @@ def test_constraints_that_leave_no_token_are_an_error(llm, ids):
     ],
 )
 def test_wrong_value_names_its_field(llm, options, reason):
-    with pytest.raises(UserError, match=reason) as caught:
-        llm.generate("w5", max_new_tokens=4, **options)
+    def prepare():
+        params = SamplingParams(max_new_tokens=4, **options)
+        llm.prepare(llm.engine_for(1, 16), GenerationRequest("w5", params))
+
+    with pytest.raises(RequestError, match=reason) as caught:
+        prepare()
     assert caught.value.param in options
 
 

@@ -124,7 +124,6 @@ def test_evaluation_without_a_pair(make_config, write):
     ("update", "said"),
     [
         ({"dataset_type": DatasetType.HF}, "dataset_type=hf needs hf_path"),
-        ({"grain_file_type": "parquet"}, "is not a parquet file"),
         ({"vocab_size": 100}, "vocab_size=100"),
     ],
 )

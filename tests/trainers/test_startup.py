@@ -80,7 +80,7 @@ COMMANDS = {
         "grain_train_files={file}",
         "max_prefill_predict_length=4",
     ),
-    "serve": command("serve", "default", "--port=0", "tokenizer_path=byte"),
+    "serve": command("serve", *NAMED, "--port=0", "tokenizer_path=byte"),
     "estimate": command("estimate", "--no-compile"),
     "compile": command("compile", "compiled_trainstep_file=/nowhere/step"),
 }

@@ -7,6 +7,7 @@ import pytest
 
 from maxtext.common.log import LOGGER
 from maxtext.trainers.banner import describe_data
+from maxtext.trainers.run_context import RunContext
 
 
 def test_the_plan_shows_the_share_that_truncation_drops(configure, tmp_path):
@@ -15,9 +16,9 @@ def test_the_plan_shows_the_share_that_truncation_drops(configure, tmp_path):
         "dataset_type=grain", "grain_file_type=text", f"grain_train_files={tmp_path}",
         "tokenizer_path=byte", "vocab_size=259",
     ]  # fmt: skip
-    assert describe_data(configure(*data)) == "grain"
-    truncated = describe_data(configure(*data, "use_truncation=true"))
-    assert truncated == "grain; use_truncation=true drops 90.0% of the tokens"
+    assert describe_data(RunContext.from_config(configure(*data))) == "grain"
+    truncated = RunContext.from_config(configure(*data, "use_truncation=true"))
+    assert describe_data(truncated) == "grain; use_truncation=true drops 90.0% of the tokens"
 
 
 @pytest.mark.slow

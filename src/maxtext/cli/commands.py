@@ -400,7 +400,7 @@ compile_topology_num_slices=1     number of slices of the target""",
     ),
     "completion": Command(
         summary="print a script with which a shell completes commands, options, keys and names",
-        example="source <(maxtext completion bash)",
+        example="maxtext completion bash >> ~/.bashrc",
         usage="maxtext completion bash|zsh|fish",
         settings=False,
     ),

@@ -4,7 +4,6 @@ import jax
 
 from maxtext.common import hardware
 from maxtext.configs.types import MaxTextConfig
-from maxtext.input_pipeline.truncation import truncated_share
 from maxtext.models.counts import parameter_count
 from maxtext.models.registry import layers
 from maxtext.models.transformer import build_context, implementations
@@ -75,6 +74,8 @@ def describe_peak(config: MaxTextConfig) -> dict[str, str]:
 
 
 def describe_data(context: RunContext) -> str:
+    from maxtext.input_pipeline.truncation import truncated_share  # imports Grain: takes seconds
+
     config = context.config
     share = truncated_share(config, context.row_format)
     if share is None:

@@ -84,6 +84,7 @@ def test_a_step_in_the_persistent_cache_can_be_saved(configure, packed, tmp_path
         lower_train_step(context, config.global_batch_size_to_train_on) for _ in range(2)
     )
     keys = {
+        "jax_enable_compilation_cache": True,
         "jax_compilation_cache_dir": str(tmp_path / "cache"),
         "jax_persistent_cache_min_compile_time_secs": 0.0,
     }

@@ -221,7 +221,7 @@ class Completions:
         self.tokenizer = tokenizer
         self.requests = []
 
-    def completions(self, requests):
+    def completions(self, requests, **limits):
         self.requests = requests
         token_ids = tuple(self.tokenizer.encode("<answer>42</answer>"))
         for index in range(len(requests)):
@@ -250,11 +250,11 @@ def test_command_grades_what_a_run_does(tmp_path):
 
 @pytest.mark.slow
 def test_limits_of_the_engine(base):
-    limits = dict(max_num_seqs=2, kv_cache_buffer=3, max_num_batched_tokens=4)
+    limits = dict(max_num_seqs=2, max_num_batched_tokens=4)
     keys = dict(use_grpo=True, dataset_type="hf", num_generations=2, tokenizer_path="byte")
     llm = LLM.load(base, **keys, **limits, max_prefill_predict_length=4, max_target_length=16)
     request = GenerationRequest([1, 2, 3], SamplingParams(max_new_tokens=4))
-    assert len(list(llm.completions([request] * 5))) == 5
+    assert len(list(llm.completions([request] * 5, spare_tokens=3))) == 5
     assert llm.engine.cache_config.slots == 2
     assert llm.engine.cache_config.length == 8 + 3  # the next power of two of 3 + 4, and 3 more
     assert llm.engine.scheduler.max_batched_tokens == 4
