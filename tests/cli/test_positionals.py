@@ -140,7 +140,9 @@ def test_errors(here, line, reason):
 def test_methods_train_the_model_on_the_data(here, monkeypatch):
     """Every method, by the arguments that it trains with."""
     trained = []
-    monkeypatch.setattr(maxtext.cli.train, "train_run", lambda *run: trained.append(run) or 0)
+    monkeypatch.setattr(
+        maxtext.cli.train, "train_run", lambda *run, **command: trained.append(run) or 0
+    )
     for method in ("sft", "dpo", "orpo", "grpo"):
         assert main([method, "hf", "a.jsonl", "lora_rank=4"]) == 0
         expected = [f"{MODEL_KEY}=hf", *data("jsonl", "a.jsonl"), "lora_rank=4"]
