@@ -98,9 +98,9 @@ def train_run(path: str | None, overrides: list[str], command: Sequence[str]) ->
 def next_command(config: MaxTextConfig, signal: int | None, command: Sequence[str]) -> str:
     """What to type after a run: `command` again if a signal ended it, else what generates text with
     its weights; empty if the run left nothing for that."""
+    from maxtext.configs.derive import run_folder
     from maxtext.tokenizers import chat_template, load_tokenizer
     from maxtext.trainers.checkpointing.export import ADAPTER_FOLDER, STUDENT_FOLDER
-    from maxtext.trainers.train import run_folder
     from maxtext.trainers.trainable import has_adapters
 
     folder = run_folder(config)

@@ -1,6 +1,7 @@
 """Level 7: training.
 
-train.py runs a configuration: RunContext, data loader, train step (step.py), loop and hooks.
+train.py runs a configuration: its set-up (run_setup.py), then the train step (step.py) in the loop,
+with hooks.
 What a step minimizes is the Objective (objective.py) of the run's training method.
 
 - losses: pure functions of arrays

@@ -3,7 +3,9 @@
 import jax
 
 from maxtext.common import hardware
+from maxtext.configs.derive import run_folder
 from maxtext.configs.types import MaxTextConfig
+from maxtext.diagnostics.console import start_banner
 from maxtext.models.counts import parameter_count
 from maxtext.models.registry import layers
 from maxtext.models.transformer import build_context, implementations
@@ -11,8 +13,13 @@ from maxtext.trainers.memory.usage import step_bytes
 from maxtext.trainers.run_context import RunContext
 
 
+def show_banner(context: RunContext, step: jax.stages.Compiled, origin: str) -> None:
+    if jax.process_index() == 0:
+        start_banner(banner(context, step, origin))
+
+
 def banner(
-    context: RunContext, step: jax.stages.Compiled, run_folder: str, origin: str
+    context: RunContext, step: jax.stages.Compiled, origin: str
 ) -> dict[str, dict[str, str]]:
     """`origin`: where the first state comes from."""
     config = context.config
@@ -29,7 +36,7 @@ def banner(
             "dtypes": f"{config.dtype.value} on {config.weight_dtype.value} weights",
         },
         "Plan": {
-            "run": run_folder,
+            "run": run_folder(config),
             "steps": f"{config.steps:,}",
             "tokens a step": f"{rows * length:,} ({rows} x {length})",
             "optimizer": f"{config.opt_type.value}, {schedule} to {config.learning_rate:g}",

@@ -3,19 +3,27 @@
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
+from maxtext.common import hardware
 from maxtext.common.errors import UserError
 from maxtext.common.garbage import freeze_objects
 from maxtext.configs.types import MaxTextConfig
+from maxtext.diagnostics.jsonl import read_history
 from maxtext.diagnostics.metrics import Record as MetricsRecord
 from maxtext.diagnostics.metrics import Recorder
 from maxtext.diagnostics.profiler import Profiler
+from maxtext.input_pipeline import DataStreams
+from maxtext.trainers.compilation.compile import compile_eval_step
+from maxtext.trainers.data_loader import AddFields, EvalDataLoader
 from maxtext.trainers.loop import Hook, Loop
 from maxtext.trainers.objective import Objective
 from maxtext.trainers.step import TrainState, max_nonfinite_steps
+
+if TYPE_CHECKING:
+    from maxtext.trainers.run_context import RunContext
 
 WINDOW_SECONDS = 1.0
 WINDOW_STEPS = 50
@@ -202,3 +210,32 @@ class Profile(Hook):
 
     def at_end(self, loop: Loop) -> None:
         self.profiler.close()
+
+
+def standard_hooks(context: "RunContext", recorder: Recorder, first_step: int) -> list[Hook]:
+    """Profiles, and records of metrics."""
+    config = context.config
+    peak_flops = hardware.peak_flops(jax.devices()[0].device_kind, config.dtype.value)
+    profiler = Profiler(config, first_step=first_step, last_step=config.steps - 1)
+    record = Record(
+        config,
+        recorder,
+        flops_per_token=context.flops_per_token,
+        peak_flops=peak_flops,
+        profiler=profiler,
+        history=read_history(config, first_step) if jax.process_index() == 0 else [],
+    )
+    return [Profile(profiler), record]
+
+
+def evaluation_hook(
+    context: "RunContext", recorder: Recorder, streams: DataStreams, add_fields: AddFields
+) -> EvaluateLoss:
+    context = context.for_evaluation()
+    return EvaluateLoss(
+        context.config,
+        recorder,
+        data_loader=EvalDataLoader(context, streams, add_fields),
+        eval_step=compile_eval_step(context, context.config.global_batch_size_to_eval_on),
+        objective=context.objective,
+    )

@@ -1,8 +1,10 @@
 """The end of a run: why it stopped, its summary and its plots."""
 
+import json
 import os
 import signal
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -20,6 +22,7 @@ from maxtext.trainers.memory.usage import peak_bytes
 from maxtext.trainers.run_context import RunContext
 
 Points = list[tuple[int, float]]  # (step, value)
+SUMMARY = "summary.json"
 
 
 def stop_reason(loop: Loop) -> str:
@@ -78,14 +81,20 @@ def summarize(
         message += f"; waited for data {summary['data_wait']:.2%} of the time"
     LOGGER.info("%s", message)
     if jax.process_index() == 0:
-        write_summary(os.path.join(folder, "summary.json"), summary)
+        write_summary(os.path.join(folder, SUMMARY), summary)
         if losses:
             try:
                 plots = save_plots(config, folder, losses, eval_losses, record.rewards)
-                LOGGER.info("wrote %s to %s", " and ".join(["summary.json", *plots]), folder)
+                LOGGER.info("wrote %s to %s", " and ".join([SUMMARY, *plots]), folder)
             except MissingExtra as error:
-                LOGGER.info("wrote summary.json to %s; %s", folder, error)
+                LOGGER.info("wrote %s to %s; %s", SUMMARY, folder, error)
     return summary
+
+
+def read_summary(folder: str) -> dict[str, Any]:
+    """The summary of an earlier process of the run; empty if there is none."""
+    path = Path(folder) / SUMMARY
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
 def save_plots(

@@ -31,6 +31,7 @@ from maxtext.tokenizers.load import open_tokenizer
 from maxtext.trainers.checkpointing.export import trained_llm
 from maxtext.trainers.configuration import load_run
 from maxtext.trainers.loop import Hook, Loop
+from maxtext.trainers.methods.method import UserCode
 from maxtext.trainers.methods.rl.agents.agent import Agent
 from maxtext.trainers.methods.rl.agents.environment import EnvironmentFactory
 from maxtext.trainers.methods.rl.rewards.functions import RewardFunction, reward_functions
@@ -145,7 +146,7 @@ def fine_tune(
         layer = from_python(data_keys(data, temporary) | (defaults if is_temporary else {}))
         config = load_run(HERE / f"{method}.yml", layer | overrides, checkpoint)
         collect = CollectMetrics()
-        result = train(config, checkpoint, hooks=[collect], rewards=rewards, agent=agent)
+        result = train(config, checkpoint, hooks=[collect], user_code=UserCode(rewards, agent))
     folder = None if is_temporary else Path(run_folder(config))
     return TuningRun(collect.metrics, folder, result=result, checkpoint=checkpoint)
 

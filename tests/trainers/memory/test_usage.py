@@ -7,7 +7,7 @@ from maxtext.cli.main import main
 from maxtext.common.errors import UserError
 from maxtext.models.counts import parameter_count
 from maxtext.sharding.memory import MemoryBytes
-from maxtext.trainers import train
+from maxtext.trainers import run_setup, train
 from maxtext.trainers.compilation.compile import OutOfDeviceMemory, compile_train_step
 from maxtext.trainers.memory import usage
 from maxtext.trainers.memory.usage import FreeMemory
@@ -43,7 +43,7 @@ def test_a_state_that_does_not_fit_is_refused_whatever_the_batch(configure, log_
 
 def test_weights_that_do_not_fit_are_refused_before_they_are_created(capsys, monkeypatch, tmp_path):
     """64 layers of 8192 need 16 bytes for each of 6e10 weights, more than any host of tests has."""
-    monkeypatch.setattr(train, "find_start", None)  # creates the weights
+    monkeypatch.setattr(run_setup, "find_start", None)  # creates the weights
     model = ["base_emb_dim=8192", "base_num_decoder_layers=64", "base_mlp_dim=28672"]
     paths = [f"base_output_directory={tmp_path}", "run_name=it"]
     assert main(["train", *model, "dataset_type=synthetic", "steps=1", *paths]) == 2
@@ -56,7 +56,7 @@ def test_force_starts_anyway(capsys, monkeypatch, tmp_path):
     def stop(*arguments):
         raise UserError("this run creates its weights")
 
-    monkeypatch.setattr(train, "find_start", stop)
+    monkeypatch.setattr(run_setup, "find_start", stop)
     monkeypatch.setattr(FreeMemory, "measure", lambda: FreeMemory(1))
     model = ["decoder_block=simple_mlp", "base_emb_dim=16", "base_mlp_dim=16", "vocab_size=259"]
     paths = [f"base_output_directory={tmp_path}", "run_name=it"]

@@ -13,6 +13,7 @@ from maxtext.checkpoint.multihost import SaveFailed, broadcast_from_first
 from maxtext.checkpoint.open import model_text
 from maxtext.checkpoint.state import OPTIMIZER, WEIGHTS, to_flat_dict
 from maxtext.common import signals
+from maxtext.common.errors import UserError
 from maxtext.common.log import LOGGER
 from maxtext.common.trees import unflatten_dict
 from maxtext.configs.types import MaxTextConfig
@@ -24,6 +25,7 @@ from maxtext.trainers.checkpointing.restore import (
     local_tier,
     saved_weights,
 )
+from maxtext.trainers.hooks import TrainingFailed
 from maxtext.trainers.loop import STOPPED_ELSEWHERE, Hook, Loop
 from maxtext.trainers.run_context import RunContext
 from maxtext.trainers.step import TrainState
@@ -211,3 +213,19 @@ def tree_to_save(context: RunContext, state: TrainState, key: jax.Array) -> dict
     weights = saved_weights(context, state.weights)
     leaves = to_flat_dict({"step": state.step, WEIGHTS: weights, OPTIMIZER: state.opt_state})
     return unflatten_dict(leaves) | {"key": jax.random.key_data(key)}
+
+
+def run_and_save(loop: Loop, save: Save | None) -> UserError | None:
+    """Run the loop and save its last state. Returns the reason why the run failed, if it did."""
+    failure: UserError | None = None
+    try:
+        loop.run()
+    except TrainingFailed as error:
+        error.state = loop.state
+        failure = error
+    if save is not None:
+        try:
+            save.finish(loop)
+        except SaveFailed as error:
+            failure = failure or error
+    return failure

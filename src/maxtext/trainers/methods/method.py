@@ -28,17 +28,28 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class UserCode:
+    """What callers of the Python API hand to a method. `rewards`: of reinforcement learning, in
+    place of the built-in ones. `agent`: what the model may use in its conversations."""
+
+    rewards: "Sequence[RewardFunction]" = ()
+    agent: "Agent | None" = None
+
+
+NO_USER_CODE = UserCode()
+
+
+@dataclass(frozen=True)
 class StepSetup:
-    """What wraps a train step. `first_step`: the number of steps done. `checkpoint`:
-    load_parameters_path, if it is open already. `rewards` and `agent` are those of Python."""
+    """What a method needs to wrap the train step. `first_step`: the number of steps done.
+    `checkpoint`: load_parameters_path, if it is open already."""
 
     context: "RunContext"
     train_step: "TrainStep"
     data_loader: "TrainDataLoader"
     first_step: int = 0
     checkpoint: "Checkpoint | None" = None
-    rewards: "Sequence[RewardFunction]" = ()
-    agent: "Agent | None" = None
+    user_code: UserCode = NO_USER_CODE
 
 
 class BuildObjective(Protocol):

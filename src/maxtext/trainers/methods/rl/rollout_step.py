@@ -91,7 +91,7 @@ class GroupRolloutStep:
         self.step = setup.first_step
         self.folder = run_folder(self.config)
         self.log = RolloutLog(self.folder, self.step)
-        tokenizer, agent = load_tokenizer(self.config), setup.agent
+        tokenizer, agent = load_tokenizer(self.config), setup.user_code.agent
         self.engine = make_rollout_engine(context)
         agentic = None
         if self.config.use_agentic_rollout:
@@ -100,7 +100,9 @@ class GroupRolloutStep:
             self.config,
             self.engine,
             tokenizer=tokenizer,
-            rewards=build_rewards(self.config, setup.rewards, agent.rewards if agent else ()),
+            rewards=build_rewards(
+                self.config, setup.user_code.rewards, agent.rewards if agent else ()
+            ),
             stop_token_ids=stop_token_ids(self.config, setup.checkpoint),
             agentic=agentic,
         )

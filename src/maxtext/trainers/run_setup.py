@@ -1,0 +1,108 @@
+"""The set-up of a run before its first step: the data at its position, the compiled step, and the
+state.
+
+The state is restored in the background while the step compiles.
+"""
+
+import os
+from dataclasses import dataclass
+
+import jax
+
+from maxtext.checkpoint.open import Checkpoint
+from maxtext.common import progress
+from maxtext.common.files import write_text
+from maxtext.common.log import LOGGER
+from maxtext.configs import serialize
+from maxtext.configs.derive import run_folder
+from maxtext.configs.types import MaxTextConfig
+from maxtext.input_pipeline import DataStreams
+from maxtext.trainers.batch_size import batch_size_at
+from maxtext.trainers.checkpointing.init_state import with_reference
+from maxtext.trainers.checkpointing.restore import Start, find_start, frozen_checksum
+from maxtext.trainers.compilation.step_cache import StepCache
+from maxtext.trainers.data_loader import TrainDataLoader, open_eval_streams
+from maxtext.trainers.epochs import has_open_end, with_steps_of_epochs
+from maxtext.trainers.memory.usage import FreeMemory, check_state, compile_and_check
+from maxtext.trainers.run_context import RunContext
+from maxtext.trainers.step import TrainState
+
+
+@dataclass(frozen=True)
+class InitialState:
+    """`frozen_checksum`: of the weights that a checkpoint leaves out, if there are any."""
+
+    state: TrainState
+    key: jax.Array
+    frozen_checksum: int | None
+
+
+@dataclass(frozen=True)
+class RunSetup:
+    context: RunContext
+    checkpoint: Checkpoint | None
+    free_memory: FreeMemory
+    data_loader: TrainDataLoader
+    eval_streams: DataStreams | None
+    start: Start
+    step_cache: StepCache
+
+    @classmethod
+    def open(cls, config: MaxTextConfig, checkpoint: Checkpoint | None) -> "RunSetup":
+        """Open the data and find the checkpoint to start from. Raises UserError if the run cannot
+        be started."""
+        context = RunContext.from_config(config)
+        context.shardings.check()
+        check_state(context, free_memory := FreeMemory.measure())
+        if has_open_end(context):
+            context = with_steps_of_epochs(context)
+        data_loader = context.method.data_loader(context)
+        eval_streams = open_eval_streams(context.for_evaluation())
+        start = find_start(context, data_loader.source, checkpoint)
+        return cls(
+            context,
+            checkpoint,
+            free_memory=free_memory,
+            data_loader=data_loader,
+            eval_streams=eval_streams,
+            start=start,
+            step_cache=StepCache(context),
+        )
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the run had all its steps already."""
+        return self.start.step >= self.context.config.steps
+
+    def compile_first_step(self) -> jax.stages.Compiled:
+        """Raises OutOfDeviceMemory if the step needs more memory than is free."""
+        rows = batch_size_at(self.context.config, self.start.step)
+
+        def compile_step() -> jax.stages.Compiled:
+            LOGGER.info("compiling the train step")
+            with progress.working("compiling the train step"):
+                prefix = self.data_loader.first_shared_prefix()
+                return self.step_cache.get(rows, shared_prefix=prefix)
+
+        return compile_and_check(self.context, self.free_memory, compile_step)
+
+    def load_state(self) -> InitialState:
+        """The state to start from. The data loader then adds what the method reads of it."""
+        step = self.start.step
+        with progress.working("preparing the weights"):
+            state, key = self.start.result()
+            state = with_reference(self.context, state, step, self.checkpoint)
+        checksum = frozen_checksum(self.context, state, self.start)
+        self.data_loader.add_fields = self.context.method.prepare_batches(
+            self.context, state, step, self.checkpoint
+        )
+        return InitialState(state, key, frozen_checksum=checksum)
+
+
+def write_configuration(config: MaxTextConfig) -> None:
+    """Write the resolved configuration to the run's folder, as a file to read and to run again."""
+    if config.log_config and jax.process_index() == 0:
+        write_text(
+            os.path.join(run_folder(config), "config.yml"),
+            serialize.yaml_text(config, serialize.KEYS_IN_ORDER),
+        )
