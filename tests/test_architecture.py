@@ -22,9 +22,10 @@ LEVEL = {
     "input_pipeline": 4,
     "checkpoint": 5,
     "diagnostics": 5,
-    "inference": 6,
-    "trainers": 7,
-    "cli": 8,
+    "adapters": 6,
+    "inference": 7,
+    "trainers": 8,
+    "cli": 9,
 }
 # Modules beside the rooms: the package itself and the doors for familiar commands.
 DOORS = {

@@ -16,8 +16,6 @@ from maxtext.checkpoint.saved_step import CorruptCheckpoint, SavedStep
 from maxtext.checkpoint.state import join_path
 from maxtext.checkpoint.tensors import TensorInfo
 from maxtext.common.errors import UserError
-from maxtext.common.files import read_json_object
-from maxtext.hf import peft
 
 
 @dataclass(frozen=True)
@@ -64,8 +62,6 @@ def summarize(path: Path, thorough: bool = False) -> CheckpointSummary:
     if incomplete := steps.incomplete_steps(checkpoints):
         names = ", ".join(step.name for step in incomplete)
         raise UserError(f"{checkpoints} has no complete checkpoint, only {names}")
-    if (path / peft.CONFIG_FILE).is_file():
-        return summarize_adapter(path)
     stem = NATIVE_STEM if any(path.glob(f"{NATIVE_STEM}*.safetensors*")) else HF_STEM
     if not any(path.glob("*.safetensors")):
         raise UserError(f"{path} holds neither checkpoints of training nor safetensors")
@@ -75,20 +71,6 @@ def summarize(path: Path, thorough: bool = False) -> CheckpointSummary:
     rows = tuple(TensorRow(name, tensor) for name, tensor in folder.tensors.items())
     files = StepSummary(path, size, "complete files; this format has no digest")
     return CheckpointSummary(path, kind, (files,), {}, rows)
-
-
-def summarize_adapter(path: Path) -> CheckpointSummary:
-    """A PEFT folder: its settings that differ from PEFT's defaults, and its tensors."""
-    settings = read_json_object(path / peft.CONFIG_FILE)
-    folder = SafetensorsFolder.open(path, peft.TENSORS_STEM)
-    about = {
-        name: value
-        for name in peft.SHOWN
-        if (value := settings.get(name)) not in (None, False, [], {}, "none", 0.0)
-    }
-    rows = tuple(TensorRow(name, tensor) for name, tensor in folder.tensors.items())
-    files = StepSummary(path, size_of(path), "complete files; this format has no digest")
-    return CheckpointSummary(path, "PEFT adapter", (files,), about, rows)
 
 
 def summarize_training(path: Path, thorough: bool) -> CheckpointSummary:

@@ -1,1 +1,1 @@
-"""Level 8: argv and the terminal. Only entry modules, as `maxtext.train`, import it."""
+"""Level 9: argv and the terminal. Only entry modules, as `maxtext.train`, import it."""

@@ -47,7 +47,7 @@ def merge_adapter(args: list[str], dtype: str | None, text_only: bool) -> int:
         raise ConfigError(
             "give three folders and no option: maxtext convert merge-adapter BASE ADAPTER OUT"
         )
-    from maxtext.checkpoint.merge_adapter import merge_folder
+    from maxtext.adapters.merge import merge_folder
     from maxtext.checkpoint.safetensors_reader import HF_STEM, NATIVE_STEM
 
     base, adapter, out = args

@@ -3,6 +3,8 @@
 import json
 from typing import Any
 
+from maxtext.adapters import peft
+from maxtext.checkpoint import steps
 from maxtext.checkpoint.inspect import CheckpointSummary, TensorRow, summarize
 from maxtext.cli import arguments
 from maxtext.cli.terminal import format_table
@@ -15,7 +17,11 @@ def run(args: list[str]) -> int:
     as_json = arguments.take_flag(args, "--json")
     if len(args) != 1 or args[0].startswith("-"):
         raise ConfigError("give one folder: maxtext inspect DIR [--verify] [--json]")
-    summary = summarize(find_folder(args[0]).absolute(), verify)
+    folder = find_folder(args[0]).absolute()
+    if (folder / peft.CONFIG_FILE).is_file() and not steps.has_steps(folder):
+        summary = peft.summarize(folder)
+    else:
+        summary = summarize(folder, verify)
     print(json.dumps(plain(summary)) if as_json else text(summary), end="\n" if as_json else "")
     if summary.damaged:
         raise UserError("\n".join(summary.damaged))

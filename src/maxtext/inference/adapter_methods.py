@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxtext.checkpoint.adapters import Adapter
+from maxtext.adapters.peft_folder import read_adapter
+from maxtext.adapters.peft_writer import write_adapter
+from maxtext.adapters.spec import Adapter
 from maxtext.checkpoint.open import Checkpoint
-from maxtext.checkpoint.peft_folder import read_adapter
-from maxtext.checkpoint.peft_writer import write_adapter
 from maxtext.checkpoint.weights import ParamInfo
 from maxtext.common.errors import UserError
 from maxtext.common.files import local_path

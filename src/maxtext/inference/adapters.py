@@ -16,10 +16,10 @@ import jax
 import numpy as np
 from flax import nnx
 
-from maxtext.checkpoint.adapter_modules import EMBEDDING, HEAD_WEIGHT
-from maxtext.checkpoint.adapter_rules import LinearShape, padded
-from maxtext.checkpoint.adapters import MAGNITUDE, ROUTED_EXPERTS, Adapter, B, write_layer
-from maxtext.checkpoint.merge_adapter import magnitude_factor, update
+from maxtext.adapters.binding import LinearShape, padded
+from maxtext.adapters.merge import magnitude_factor, update
+from maxtext.adapters.modules import EMBEDDING, HEAD_WEIGHT
+from maxtext.adapters.spec import MAGNITUDE, ROUTED_EXPERTS, Adapter, B, write_layer
 from maxtext.checkpoint.open import model_param_infos
 from maxtext.checkpoint.tensors import TensorSource
 from maxtext.checkpoint.weights import ParamPath

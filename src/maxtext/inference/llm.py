@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxtext.checkpoint.adapters import Adapter
+from maxtext.adapters.spec import Adapter
 from maxtext.checkpoint.open import (
     Checkpoint,
     model_param_infos,

@@ -8,10 +8,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from maxtext.checkpoint.adapters import Adapter
-from maxtext.checkpoint.merge_adapter import MergedTensors, merged_config
+from maxtext.adapters.merge import MergedTensors, merged_config
+from maxtext.adapters.peft_folder import adapter_folders, read_adapter
+from maxtext.adapters.spec import Adapter
 from maxtext.checkpoint.open import Checkpoint, model_param_infos
-from maxtext.checkpoint.peft_folder import adapter_folders, read_adapter
 from maxtext.checkpoint.quantized import load_model, quantized_weight_dtype
 from maxtext.checkpoint.tensors import Progress, TensorSource
 from maxtext.checkpoint.weights import ModelWeights, ParamInfo

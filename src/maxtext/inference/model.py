@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from maxtext.checkpoint.adapter_modules import ModelModules
+from maxtext.adapters.modules import ModelModules
 from maxtext.checkpoint.open import model_param_infos
 from maxtext.checkpoint.weights import ModelWeights, ParamInfo
 from maxtext.common.log import LOGGER

@@ -1,4 +1,4 @@
-"""Level 7: training.
+"""Level 8: training.
 
 train.py runs a configuration: its set-up (run_setup.py), then the train step (step.py) in the loop,
 with hooks.

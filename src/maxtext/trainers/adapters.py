@@ -1,7 +1,7 @@
 """Which adapters a run trains."""
 
-from maxtext.checkpoint.adapters import adapter_spec
-from maxtext.checkpoint.peft_folder import read_adapter
+from maxtext.adapters.peft_folder import read_adapter
+from maxtext.adapters.spec import adapter_spec
 from maxtext.common.errors import ConfigError, as_config_error
 from maxtext.configs.types import MaxTextConfig
 from maxtext.layers.adapters import AdapterSpec

@@ -5,8 +5,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from maxtext.checkpoint.adapters import Adapter
-from maxtext.checkpoint.peft_folder import read_adapter
+from maxtext.adapters.peft_folder import read_adapter
+from maxtext.adapters.spec import Adapter
 from maxtext.common.errors import UserError
 from maxtext.inference.server.bodies import Body, text_field
 from maxtext.inference.server.errors import ApiError

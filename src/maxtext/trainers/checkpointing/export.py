@@ -9,8 +9,8 @@ from typing import Any
 
 import jax
 
+from maxtext.adapters.peft_writer import write_adapter
 from maxtext.checkpoint.open import Checkpoint, model_param_infos, save_native
-from maxtext.checkpoint.peft_writer import write_adapter
 from maxtext.checkpoint.quantized import load_base
 from maxtext.checkpoint.weights import ModelWeights, load_weights
 from maxtext.common.errors import UserError

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from maxtext.checkpoint.adapters import Adapter
+from maxtext.adapters.peft_folder import read_adapter
+from maxtext.adapters.spec import Adapter
 from maxtext.checkpoint.open import Checkpoint, model_param_infos
-from maxtext.checkpoint.peft_folder import read_adapter
 from maxtext.checkpoint.quantized import load_base
 from maxtext.common.trees import flatten_dict, merge_dicts, unflatten_dict
 from maxtext.layers.lora import copy_sources, init_magnitudes, split_adapter, update_copies

@@ -9,15 +9,15 @@ from typing import Any
 
 import numpy as np
 
-from maxtext.checkpoint.adapter_modules import EMBEDDING, ROUTER, ModelModules
-from maxtext.checkpoint.adapter_parameters import ParameterRule, nested_name
-from maxtext.checkpoint.adapter_rules import ModuleRule
-from maxtext.checkpoint.adapters import MAGNITUDE, A, Adapter, B
+from maxtext.adapters import peft
+from maxtext.adapters.binding import ModuleRule
+from maxtext.adapters.modules import EMBEDDING, ROUTER, ModelModules
+from maxtext.adapters.parameters import ParameterRule, nested_name
+from maxtext.adapters.spec import MAGNITUDE, A, Adapter, B
 from maxtext.checkpoint.safetensors_writer import write_folder
 from maxtext.checkpoint.tensors import TensorInfo
 from maxtext.common.errors import ConfigError
 from maxtext.configs.types import MaxTextConfig
-from maxtext.hf import peft
 from maxtext.layers.adapters import EMBEDDER, AdapterSpec
 from maxtext.models import hf_registry
 

@@ -8,17 +8,17 @@ from typing import Any
 
 import numpy as np
 
-from maxtext.checkpoint.adapter_modules import EMBEDDING, HEAD_WEIGHT, ModelModules
-from maxtext.checkpoint.adapter_parameters import ParameterRule, nested_name, owner
-from maxtext.checkpoint.adapter_rules import ModuleRule
-from maxtext.checkpoint.adapters import MAGNITUDE, A, Adapter, B
+from maxtext.adapters import peft
+from maxtext.adapters.binding import ModuleRule
+from maxtext.adapters.modules import EMBEDDING, HEAD_WEIGHT, ModelModules
+from maxtext.adapters.parameters import ParameterRule, nested_name, owner
+from maxtext.adapters.spec import MAGNITUDE, A, Adapter, B
 from maxtext.checkpoint.safetensors_reader import SafetensorsFolder
 from maxtext.checkpoint.tensors import TensorInfo, raise_problems
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.common.files import local_path, read_json_object
 from maxtext.common.hub import find_folder, model_name
 from maxtext.configs.types import MaxTextConfig
-from maxtext.hf import peft
 from maxtext.hf.config_json import HfMapping
 from maxtext.layers.adapters import EMBEDDER, HEAD, AdapterSpec, AdapterTarget
 from maxtext.models import hf_registry

@@ -9,14 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from maxtext.checkpoint.adapter_modules import ROUTER, ModelModules
-from maxtext.checkpoint.adapter_rules import padded
+from maxtext.adapters import peft
+from maxtext.adapters.binding import padded
+from maxtext.adapters.modules import ROUTER, ModelModules
 from maxtext.checkpoint.open import model_param_infos
 from maxtext.checkpoint.weights import ModelWeights, ParamInfo, ParamPath
 from maxtext.common.errors import ConfigError
 from maxtext.common.trees import unflatten_dict
 from maxtext.configs.types import MaxTextConfig
-from maxtext.hf import peft
 from maxtext.layers.adapters import HEAD, AdapterSpec, AdapterTarget
 from maxtext.layers.lora import is_adapter
 from maxtext.layers.parameters import Template, Tree

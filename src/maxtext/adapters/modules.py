@@ -6,15 +6,15 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from maxtext.checkpoint.adapter_parameters import ParameterRule
-from maxtext.checkpoint.adapter_rules import WEIGHT, LinearShape, ModuleRule
+from maxtext.adapters import peft
+from maxtext.adapters.binding import WEIGHT, LinearShape, ModuleRule
+from maxtext.adapters.parameters import ParameterRule
 from maxtext.checkpoint.open import model_param_infos
 from maxtext.checkpoint.weights import ParamInfo
 from maxtext.common.errors import UserError
 from maxtext.common.trees import flatten_dict
 from maxtext.configs.sources import suggest
 from maxtext.configs.types import MaxTextConfig
-from maxtext.hf import peft
 from maxtext.hf.bound_rule import BoundRule
 from maxtext.layers.adapters import EMBEDDER, HEAD
 from maxtext.layers.parameters import Template

@@ -13,9 +13,10 @@ from functools import cached_property
 
 import numpy as np
 
-from maxtext.checkpoint.adapter_modules import EMBEDDING, HEAD_WEIGHT, ModelModules
-from maxtext.checkpoint.adapter_rules import WEIGHT, LinearShape
-from maxtext.checkpoint.adapters import MAGNITUDE, A, Adapter, B
+from maxtext.adapters.binding import WEIGHT, LinearShape
+from maxtext.adapters.modules import EMBEDDING, HEAD_WEIGHT, ModelModules
+from maxtext.adapters.peft_folder import read_adapter
+from maxtext.adapters.spec import MAGNITUDE, A, Adapter, B
 from maxtext.checkpoint.convert.command import SHARD_BYTES, unrolled_model
 from maxtext.checkpoint.open import (
     model_param_infos,
@@ -23,7 +24,6 @@ from maxtext.checkpoint.open import (
     save_hf_folder,
     save_native,
 )
-from maxtext.checkpoint.peft_folder import read_adapter
 from maxtext.checkpoint.tensors import Progress, TensorInfo, TensorStream
 from maxtext.common.errors import ConfigError
 from maxtext.configs.types import MaxTextConfig

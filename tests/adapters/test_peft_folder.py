@@ -5,12 +5,12 @@ import json
 import numpy as np
 import pytest
 
-from maxtext.checkpoint.adapter_modules import ModelModules
-from maxtext.checkpoint.adapters import Adapter, adapter_spec
-from maxtext.checkpoint.merge_adapter import merge_folder, merged_weight
+from maxtext.adapters.merge import merge_folder, merged_weight
+from maxtext.adapters.modules import ModelModules
+from maxtext.adapters.peft_folder import read_adapter
+from maxtext.adapters.peft_writer import to_peft, write_adapter
+from maxtext.adapters.spec import Adapter, adapter_spec
 from maxtext.checkpoint.open import open_checkpoint
-from maxtext.checkpoint.peft_folder import read_adapter
-from maxtext.checkpoint.peft_writer import to_peft, write_adapter
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.configs.sources import from_python
 from maxtext.inference.llm import LLM

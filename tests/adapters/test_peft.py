@@ -2,8 +2,8 @@
 
 import pytest
 
+from maxtext.adapters.peft import LoraConfig, adapter_settings, shortest_names
 from maxtext.common.errors import ConfigError
-from maxtext.hf.peft import LoraConfig, adapter_settings, shortest_names
 
 MODULES = [
     f"model.layers.{layer}.{name}"

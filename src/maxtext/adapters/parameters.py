@@ -17,9 +17,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from maxtext.checkpoint.adapter_rules import WEIGHT, LinearShape, padded
+from maxtext.adapters import peft
+from maxtext.adapters.binding import WEIGHT, LinearShape, padded
 from maxtext.checkpoint.tensors import Shape
-from maxtext.hf import peft
 from maxtext.hf.bound_rule import BoundRule
 from maxtext.hf.rules import Rule
 

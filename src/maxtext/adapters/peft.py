@@ -6,16 +6,20 @@ A folder has adapter_config.json and adapter_model.safetensors. The tensors of a
 [E, r]; of a module that is saved in full `base_model.model.M.weight`.
 
 `target_parameters` select parameters instead of modules, as experts that are one tensor. Tensors of
-a parameter M.P have the name of the module M (`checkpoint/adapter_parameters.py`), and patterns of
+a parameter M.P have the name of the module M (`adapters/parameters.py`), and patterns of
 ranks and alphas match the name of the parameter.
 """
 
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from maxtext.checkpoint.inspect import CheckpointSummary, StepSummary, TensorRow, size_of
+from maxtext.checkpoint.safetensors_reader import SafetensorsFolder
 from maxtext.common.errors import ConfigError
+from maxtext.common.files import read_json_object
 
 CONFIG_FILE, TENSORS_STEM = "adapter_config.json", "adapter_model"
 PREFIX = "base_model.model."
@@ -237,3 +241,18 @@ def most_common(values: Any) -> Any:
 def whole(value: float) -> float:
     """An int for a whole number: PEFT writes them so."""
     return int(value) if float(value).is_integer() else value
+
+
+def summarize(path: Path) -> CheckpointSummary:
+    """A PEFT folder, for `maxtext inspect`: its settings that differ from PEFT's defaults, and its
+    tensors."""
+    settings = read_json_object(path / CONFIG_FILE)
+    folder = SafetensorsFolder.open(path, TENSORS_STEM)
+    about = {
+        name: value
+        for name in SHOWN
+        if (value := settings.get(name)) not in (None, False, [], {}, "none", 0.0)
+    }
+    rows = tuple(TensorRow(name, tensor) for name, tensor in folder.tensors.items())
+    files = StepSummary(path, size_of(path), "complete files; this format has no digest")
+    return CheckpointSummary(path, "PEFT adapter", (files,), about, rows)
