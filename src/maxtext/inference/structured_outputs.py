@@ -36,11 +36,15 @@ class StructuredOutputs:
     @classmethod
     def parse(cls, value: Any) -> "StructuredOutputs":
         """{"json": schema}, {"regex": text}, {"choice": [text, ...]} or {"grammar": text}. A schema
-        is an object, a JSON text, or true for any object. Raises RequestError for anything else.
+        is an object, a JSON text, or true for any object, as is {"json_object": true}. null and
+        false are the same as absent. Raises RequestError for anything else.
         """
         if isinstance(value, StructuredOutputs):
             return value
         given = dict(value) if isinstance(value, Mapping) else {}
+        given = {kind: content for kind, content in given.items() if content not in (None, False)}
+        if given == {"json_object": True}:
+            given = {"json": True}
         if len(given) != 1 or next(iter(given)) not in KINDS:
             raise RequestError(
                 f"{NAME} must be an object with exactly one of {', '.join(KINDS)}, not "

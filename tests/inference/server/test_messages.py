@@ -165,7 +165,7 @@ def test_grammar_that_cannot_be_followed_is_an_error_of_the_client(http, constra
         ("/v1/completions", {"prompt": [5], "response_format": {"type": "json_object"}}),
         (CHAT, {"messages": MESSAGES, "structured_outputs": {"regex": "x"}}),
         # The field of another endpoint does not make it a short prompt.
-        (CHAT, {"messages": MESSAGES, "prompt": "x", "tools": TOOLS, "tool_choice": "required"}),
+        (CHAT, {"messages": MESSAGES, "prompt": "", "tools": TOOLS, "tool_choice": "required"}),
         (RESPONSES, {"input": "Hi", "text": {"format": {"type": "json_object"}}}),
     ],
 )

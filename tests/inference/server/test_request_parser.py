@@ -1,12 +1,23 @@
 """Bodies of requests become SamplingParams, or an error that names the field."""
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from maxtext.inference.server.bodies import parse_body, parse_messages
 from maxtext.inference.server.errors import ApiError
+from maxtext.inference.server.fields import (
+    CHAT_FIELDS,
+    COMPLETION_FIELDS,
+    DETOKENIZE_FIELDS,
+    INERT_FIELDS,
+    RESPONSES_FIELDS,
+    TOKENIZE_FIELDS,
+    UNSUPPORTED_FIELDS,
+    check_names,
+)
 from maxtext.inference.server.model import ServedModel
 from maxtext.inference.server.request_parser import RequestParser
 from maxtext.inference.streams import EngineError
@@ -157,7 +168,11 @@ def test_wrong_value_names_its_field(parser, name, value):
 
 
 @pytest.mark.parametrize(
-    "options", ["x", [], {"include_usage": "yes"}, {"continuous_usage_stats": 1}]
+    "options",
+    [
+        *("x", [], {"include_usage": "yes"}, {"continuous_usage_stats": 1}),
+        {"include_obfuscation": True},
+    ],
 )
 def test_wrong_stream_options(parser, options):
     with pytest.raises(RequestError) as caught:
@@ -341,7 +356,102 @@ UNSUPPORTED = {
     "truncation_side": "right",
     "structural_tag": "{}",
     "guided_whitespace_pattern": "x",
+    "watermarking": True,
+    "logprob_token_ids": [5],
+    "routed_experts_prompt_start": 1,
+    "return_token_offsets": True,
+    "return_prompt_text": True,
+    "ec_transfer_params": {"a": 1},
 }
+# The fields of vLLM's ChatCompletionRequest, CompletionRequest, ResponsesRequest, TokenizeRequest.
+SAMPLING = """frequency_penalty logit_bias n presence_penalty seed stop stream stream_options
+    temperature top_p user use_beam_search top_k min_p repetition_penalty watermarking
+    length_penalty stop_token_ids include_stop_str_in_output ignore_eos min_tokens
+    skip_special_tokens spaces_between_special_tokens truncate_prompt_tokens truncation_side
+    allowed_token_ids prompt_logprobs logprob_token_ids bad_words add_special_tokens
+    response_format structured_outputs priority request_id session_id return_tokens_as_token_ids
+    return_token_ids routed_experts_prompt_start return_token_offsets return_mm_kwargs cache_salt
+    kv_transfer_params ec_transfer_params vllm_xargs repetition_detection thinking_token_budget
+    stream_interval model logprobs max_tokens echo guided_json guided_regex guided_choice
+    guided_grammar guided_decoding_backend guided_whitespace_pattern logits_processors best_of"""
+VLLM_FIELDS = {
+    COMPLETION_FIELDS: f"{SAMPLING} prompt suffix prompt_embeds",
+    CHAT_FIELDS: f"""{SAMPLING} messages top_logprobs max_completion_tokens tools tool_choice
+        reasoning_effort include_reasoning parallel_tool_calls add_generation_prompt
+        continue_final_message documents chat_template chat_template_kwargs media_io_kwargs
+        mm_processor_kwargs return_prompt_text""",
+    RESPONSES_FIELDS: """background include input instructions max_output_tokens max_tool_calls
+        metadata model logit_bias parallel_tool_calls previous_response_id prompt reasoning
+        service_tier store stream temperature text tool_choice tools top_logprobs top_p top_k
+        truncation user skip_special_tokens include_stop_str_in_output prompt_cache_key request_id
+        mm_processor_kwargs priority cache_salt enable_response_messages previous_input_messages
+        previous_response structured_outputs repetition_penalty seed stop ignore_eos vllm_xargs""",
+    TOKENIZE_FIELDS: """model prompt add_special_tokens return_token_strs messages
+        add_generation_prompt continue_final_message chat_template chat_template_kwargs
+        media_io_kwargs mm_processor_kwargs tools""",
+}
+
+
+@pytest.mark.parametrize(("known", "names"), VLLM_FIELDS.items())
+def test_fields_of_vllm_act_or_are_refused_or_documented(known, names):
+    """No such field is among the unknown names, which are ignored."""
+    assert set(names.split()) <= known
+    docs = Path("docs/serving.md").read_text()
+    unmentioned = [name for name in (*INERT_FIELDS, *UNSUPPORTED_FIELDS) if f"`{name}`" not in docs]
+    assert not unmentioned
+
+
+@pytest.mark.parametrize(
+    ("known", "fields"),
+    [
+        (COMPLETION_FIELDS, {"messages": MESSAGES, "tools": [1], "reasoning_effort": "low"}),
+        (COMPLETION_FIELDS, {"top_logprobs": 2, "chat_template_kwargs": {"a": 1}}),
+        (CHAT_FIELDS, {"prompt": "x", "instructions": "x", "max_output_tokens": 3}),
+        (CHAT_FIELDS, {"text": {"format": {}}, "reasoning": {"effort": "low"}, "input": "x"}),
+        (RESPONSES_FIELDS, {"max_tokens": 3, "n": 2, "messages": MESSAGES, "echo": True}),
+        (RESPONSES_FIELDS, {"response_format": {"type": "json_object"}, "reasoning_effort": "low"}),
+        (TOKENIZE_FIELDS, {"truncate_prompt_tokens": 5, "input": "x", "chat_template": "x"}),
+        (DETOKENIZE_FIELDS, {"skip_special_tokens": True, "prompt": "x"}),
+    ],
+)
+def test_field_of_another_endpoint_is_refused(known, fields):
+    """It would change the completion there."""
+    neutral = {"n": 1, "tools": [], "response_format": {"type": "text"}, "echo": False, "user": "u"}
+    for name, value in fields.items():
+        with pytest.raises(RequestError, match=name) as caught:
+            check_names({name: value}, known, "here")
+        assert (caught.value.param, caught.value.code) == (name, "unsupported_parameter")
+        assert check_names({**neutral, "chat_id": 1}, known, "here") == ("chat_id",)
+
+
+def test_fields_without_effect(parser):
+    fields = {
+        "session_id": "a",
+        "stream_interval": 5,
+        "return_mm_kwargs": False,
+        "verbosity": "low",
+    }
+    for parse, body in (
+        (parser.completion, {"prompt": "a"}),
+        (parser.chat, {"messages": MESSAGES}),
+    ):
+        plain, request = parse({**body, "seed": 1}), parse({**body, "seed": 1, **fields})
+        assert request == plain
+
+
+def test_structured_outputs_as_vllm_writes_them(parser):
+    """With the fields that are not set, and beside a response_format of text."""
+    unset = {"json": None, "regex": None, "structural_tag": None, "disable_any_whitespace": False}
+    for given, text in (
+        ({"json_object": True}, '{"type": "object"}'),
+        ({"choice": ["a"]}, '["a"]'),
+    ):
+        body = {"structured_outputs": {**unset, **given}, "response_format": {"type": "text"}}
+        (request,) = parser.completion({"prompt": "a", **body}).requests
+        assert request.params.structured_outputs.text == text
+    for option in ({"disable_any_whitespace": True}, {"whitespace_pattern": " "}, {}):
+        with pytest.raises(RequestError, match="exactly one"):
+            parser.completion({"prompt": "a", "structured_outputs": {**option, "choice": None}})
 
 
 @pytest.mark.parametrize("name", UNSUPPORTED)

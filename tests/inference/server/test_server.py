@@ -323,6 +323,12 @@ def test_tokenize_and_detokenize(http):
         check_error(http.post("/detokenize", json={"tokens": tokens}), 400, param="tokens")
     tools = {"messages": MESSAGES, "tools": [1]}
     check_error(http.post("/tokenize", json=tools), 400, param="tools")
+    for name, value in (("chat_template", "x"), ("truncate_prompt_tokens", 2), ("prompt", PROMPT)):
+        wrong = {"messages": MESSAGES, name: value}
+        check_error(http.post("/tokenize", json=wrong), 400, param=name)
+    for path, body in (("/tokenize", {"prompt": "w5"}), ("/detokenize", {"tokens": [5]})):
+        response = http.post(path, json={**body, "user": "u", "chat_id": "x"})
+        assert response.headers["x-ignored-fields"] == "chat_id"
     info = http.get("/tokenizer_info").json()
     assert (info["bos_token"], info["eos_token"]) == ("<s>", "</s>")
 

@@ -30,6 +30,7 @@ from maxtext.inference.server.events import (
     json_response,
     run_while_connected,
 )
+from maxtext.inference.server.fields import DETOKENIZE_FIELDS, TOKENIZE_FIELDS, check_names
 from maxtext.inference.server.metrics import ServerMetrics
 from maxtext.inference.server.middleware import (
     CorsMiddleware,
@@ -248,8 +249,7 @@ class Endpoints:
         active = ActiveRequest(self.model.engine, prepared, self.metrics, timeout)
         self.metrics.count_choices(parsed.num_choices)
         writer = writer_type(self.model, parsed, active)
-        names = ", ".join(shown_names(parsed))
-        headers = {"x-ignored-fields": names} if names else {}
+        headers = ignored_header(parsed.ignored_fields)
         if not parsed.stream:
             response = await run_while_connected(request.receive, writer.whole())
             return json_response(response, headers=headers)
@@ -287,7 +287,9 @@ class Endpoints:
             for each in parsed.requests:
                 text = self.model.tokenizer.decode([int(token) for token in each.prompt])
                 LOGGER.info("%s prompt %s", request_id, json.dumps(text, ensure_ascii=False))
-        names = [name for name in shown_names(parsed) if name not in self.ignored_fields]
+        names = [
+            name for name in shown_names(parsed.ignored_fields) if name not in self.ignored_fields
+        ]
         if names and len(self.ignored_fields) < MAX_IGNORED_LOGGED:
             self.ignored_fields.update(names)
             LOGGER.warning("ignoring unknown fields of requests: %s", ", ".join(names))
@@ -300,6 +302,9 @@ class Endpoints:
         return await run_while_connected(request.receive, pool.run(self.tokenize_body, body))
 
     def tokenize_body(self, body: Body) -> Response:
+        ignored = check_names(body, TOKENIZE_FIELDS, "/tokenize", self.options.strict_fields)
+        if "messages" in body and "prompt" in body:
+            raise RequestError("give either prompt or messages", "prompt")
         if "messages" in body:
             # As vLLM's endpoint: tools are rendered whatever would call them.
             chat = {**body, "tool_choice": "none"}
@@ -314,7 +319,7 @@ class Endpoints:
         result = {"tokens": tokens, "count": len(tokens), "max_model_len": self.model.max_length}
         if flag(body, "return_token_strs"):
             result["token_strs"] = [self.model.tokenizer.id_to_token(token) for token in tokens]
-        return json_response(result)
+        return json_response(result, headers=ignored_header(ignored))
 
     async def detokenize(self, request: Request) -> Response:
         body, pool = await self.read_body(request)
@@ -322,9 +327,11 @@ class Endpoints:
         return await run_while_connected(request.receive, pool.run(self.detokenize_body, body))
 
     def detokenize_body(self, body: Body) -> Response:
+        ignored = check_names(body, DETOKENIZE_FIELDS, "/detokenize", self.options.strict_fields)
         tokens = check_token_ids("tokens", body.get("tokens"))
         self.model.check_token_range("tokens", tokens)
-        return json_response({"prompt": self.model.tokenizer.decode(list(tokens))})
+        text = self.model.tokenizer.decode(list(tokens))
+        return json_response({"prompt": text}, headers=ignored_header(ignored))
 
     async def tokenizer_info(self, request: Request) -> Response:
         specials = self.model.tokenizer.special_tokens
@@ -392,7 +399,12 @@ def parse_request_id(body: Body) -> str:
     return request_id
 
 
-def shown_names(parsed: ApiRequest) -> list[str]:
+def ignored_header(ignored_fields: Sequence[str]) -> dict[str, str]:
+    names = ", ".join(shown_names(ignored_fields))
+    return {"x-ignored-fields": names} if names else {}
+
+
+def shown_names(ignored_fields: Sequence[str]) -> list[str]:
     """Names of ignored fields that can be shown in headers and logs."""
-    names = (name[:60] for name in parsed.ignored_fields)
+    names = (name[:60] for name in ignored_fields)
     return [name for name in names if name.isidentifier() and name.isascii()][:MAX_IGNORED_SHOWN]

@@ -18,6 +18,14 @@ from maxtext.inference.server.bodies import (
     parse_prompts,
     text_field,
 )
+from maxtext.inference.server.fields import (
+    CHAT_FIELDS,
+    COMPLETION_FIELDS,
+    GUIDED_FIELDS,
+    SAMPLING_FIELDS,
+    UNSUPPORTED,
+    check_names,
+)
 from maxtext.inference.server.messages import MessageFormat
 from maxtext.inference.server.model import ServedModel
 from maxtext.inference.server.text_limits import check_text_length, encode_end
@@ -27,106 +35,6 @@ from maxtext.inference.validation import RequestError, check_range, check_whole_
 from maxtext.tokenizers.chat import TemplateRefusal
 
 DEFAULT_TEMPERATURE = 1.0  # of requests, unless generation_config.json has another
-SAMPLING_FIELDS = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "logit_bias",
-    "seed",
-    "n",
-    "stop",
-    "stop_token_ids",
-    "ignore_eos",
-    "min_tokens",
-    "include_stop_str_in_output",
-    "skip_special_tokens",
-    "structured_outputs",
-    "allowed_token_ids",
-    "bad_words",
-)
-# Former names of the kinds of structured_outputs.
-GUIDED_FIELDS = {
-    "guided_json": "json",
-    "guided_regex": "regex",
-    "guided_choice": "choice",
-    "guided_grammar": "grammar",
-}
-# They would change the completion or the response, and are not supported, but for the values with
-# which they do nothing.
-NEUTRAL_VALUES: tuple[Any, ...] = (None, False, 0, "", [])
-UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(
-        (
-            *("suffix", "use_beam_search", "early_stopping", "audio", "prediction"),
-            *("web_search_options", "priority", "chat_template", "functions", "documents"),
-            *("prompt_embeds", "thinking_token_budget", "logits_processors"),
-            *("guided_whitespace_pattern", "structural_tag", "repetition_detection"),
-        ),
-        NEUTRAL_VALUES,
-    ),
-    **dict.fromkeys(
-        ("mm_processor_kwargs", "media_io_kwargs", "vllm_xargs", "kv_transfer_params"),
-        (None, {}),
-    ),
-    "modalities": (None, [], ["text"]),
-    "length_penalty": (None, 1),
-    "function_call": (None, "none", "auto"),  # without `functions`
-    "include_reasoning": (None, True),
-    "truncation_side": (None, "left"),
-}
-# Accepted without an effect on the completion.
-INERT_FIELDS = (
-    "user",
-    "store",
-    "metadata",
-    "service_tier",
-    "prompt_cache_key",
-    "safety_identifier",
-    "verbosity",
-    "request_id",
-    "guided_decoding_backend",
-    "spaces_between_special_tokens",  # there are none in texts
-    "prompt_cache_retention",
-)
-COMMON_FIELDS = (
-    "model",
-    "max_tokens",
-    "max_completion_tokens",
-    "best_of",
-    "logprobs",
-    "stream",
-    "stream_options",
-    "response_format",
-    "return_token_ids",
-    "return_tokens_as_token_ids",
-    "truncate_prompt_tokens",
-    "add_special_tokens",
-    "prompt_logprobs",
-    "cache_salt",
-    *GUIDED_FIELDS,
-    *SAMPLING_FIELDS,
-    *UNSUPPORTED_FIELDS,
-    *INERT_FIELDS,
-)
-COMPLETION_FIELDS = frozenset(("prompt", "echo", *COMMON_FIELDS))
-CHAT_FIELDS = frozenset(
-    (
-        "messages",
-        "top_logprobs",
-        "tools",
-        "tool_choice",
-        "parallel_tool_calls",
-        "chat_template_kwargs",
-        "add_generation_prompt",
-        "continue_final_message",
-        "reasoning_effort",
-        *COMMON_FIELDS,
-    )
-)
 MAX_MESSAGE = 1000  # characters of an error of the template
 DEFAULT_MAX_TOKENS = 16  # of completions; of chats, what the maximum length leaves
 
@@ -185,7 +93,7 @@ class RequestParser:
 
     def completion(self, body: Body) -> ApiRequest:
         """The body of /v1/completions."""
-        ignored = self.check_names(body, COMPLETION_FIELDS)
+        ignored = check_names(body, COMPLETION_FIELDS, "/v1/completions", self.strict_fields)
         echo = flag(body, "echo")
         logprobs = body.get("logprobs")
         if logprobs is not None:
@@ -230,9 +138,9 @@ class RequestParser:
 
     def chat(self, body: Body) -> ApiRequest:
         """The body of /v1/chat/completions."""
-        ignored = self.check_names(body, CHAT_FIELDS)
+        ignored = check_names(body, CHAT_FIELDS, "/v1/chat/completions", self.strict_fields)
         if flag(body, "echo"):
-            raise RequestError("echo is for /v1/completions", "echo", "unsupported_parameter")
+            raise RequestError("echo is for /v1/completions", "echo", UNSUPPORTED)
         num_prompt_logprobs = self.prompt_logprobs(body)
         wants_logprobs = flag(body, "logprobs")
         num_top = body.get("top_logprobs", 0)
@@ -243,7 +151,7 @@ class RequestParser:
         fields = self.sampling_fields(body) | {"logprobs": logprobs}
         fields["prompt_logprobs"] = num_prompt_logprobs
         if body.get("tools") and not self.allows_tools:
-            raise RequestError("this server takes no tools", "tools", "unsupported_parameter")
+            raise RequestError("this server takes no tools", "tools", UNSUPPORTED)
         tools = parse_tools(body)
         text = self.chat_text(body, tools)
         reasoning = self.reasoning(body, text)
@@ -341,19 +249,6 @@ class RequestParser:
         except UserError as error:  # the template cannot be run
             raise RequestError(str(error)[:MAX_MESSAGE], "messages") from error
 
-    def check_names(self, body: Body, known: frozenset[str]) -> tuple[str, ...]:
-        """The names of fields that are ignored. Raises RequestError for fields that would change
-        the completion and are not supported.
-        """
-        for name, neutral_values in UNSUPPORTED_FIELDS.items():
-            # An empty object may be a value: `web_search_options: {}` asks for a search.
-            if body.get(name) not in neutral_values:
-                raise RequestError(f"{name} is not supported", name, "unsupported_parameter")
-        unknown = tuple(sorted(set(body) - known))
-        if unknown and self.strict_fields:
-            raise RequestError(f"unknown field {unknown[0][:60]!r}", unknown[0][:60])
-        return unknown
-
     def check_num_sequences(self, num_prompts: int, n: Any) -> None:
         """Raises RequestError for several prompts that even an idle server cannot queue."""
         check_range("n", n, 1, MAX_N, whole=True)
@@ -374,7 +269,7 @@ class RequestParser:
             if body["best_of"] != body.get("n", 1):
                 raise RequestError("best_of must be equal to n", "best_of")
         names = ("response_format", "structured_outputs", *GUIDED_FIELDS)
-        constraints = [name for name in names if name in body]
+        constraints = [name for name in names if body.get(name) not in (None, {"type": "text"})]
         if len(constraints) > 1:
             raise RequestError(f"give either {constraints[0]} or {constraints[1]}", constraints[0])
         for name in constraints:
@@ -473,14 +368,20 @@ class RequestParser:
 
 
 def parse_stream_options(body: Body, *names: str) -> list[bool]:
-    """The values of these fields of `stream_options`."""
+    """The values of these fields of `stream_options`. Raises RequestError for
+    `include_obfuscation`, which pads events.
+    """
     options = object_field(body, "stream_options")
     if "stream_options" in body and not flag(body, "stream"):
         raise RequestError("stream_options needs stream=true", "stream_options")
-    for name in names:
+    for name in (*names, "include_obfuscation"):
         if not isinstance(options.get(name), bool | None):
             raise RequestError(
                 f"stream_options.{name} must be true or false, not {shorten(options[name])}",
                 "stream_options",
             )
+    if options.get("include_obfuscation"):
+        raise RequestError(
+            "stream_options.include_obfuscation is not supported", "stream_options", UNSUPPORTED
+        )
     return [bool(options.get(name)) for name in names]

@@ -12,20 +12,17 @@ from typing import Any
 from maxtext.common.log import LOGGER
 from maxtext.inference.sampling_params import SamplingParams
 from maxtext.inference.server.bodies import Body, flag, object_field, text_field
-from maxtext.inference.server.request_parser import (
-    GUIDED_FIELDS,
-    INERT_FIELDS,
-    SAMPLING_FIELDS,
-    ApiRequest,
-    RequestParser,
-    parse_stream_options,
+from maxtext.inference.server.fields import (
+    CONVERSATION_FIELDS,
+    RESPONSES_CHAT_FIELDS,
+    RESPONSES_FIELDS,
+    UNSUPPORTED,
+    check_names,
 )
+from maxtext.inference.server.request_parser import ApiRequest, RequestParser, parse_stream_options
 from maxtext.inference.structured_outputs import StructuredOutputs
 from maxtext.inference.validation import RequestError, check_range, check_whole_number, shorten
 
-# Silence would lose the conversation, or something else that the client relies on.
-UNSUPPORTED_FIELDS = ("previous_response_id", "background", "conversation", "prompt")
-UNSUPPORTED = "unsupported_parameter"  # the code of an error
 # Values of `include`. They are about output that the server never has: of tools that it would run
 # itself, images, and reasoning that a client may not read.
 INERT_INCLUDES = (
@@ -51,28 +48,12 @@ MESSAGE_NAMES = {
     "response_format": "text.format",
     "reasoning_effort": "reasoning.effort",
 }
-SAME_FIELDS = (
-    *("model", "stream", "parallel_tool_calls", "chat_template_kwargs", "cache_salt"),
-    *("add_special_tokens", *GUIDED_FIELDS),
-    *(name for name in SAMPLING_FIELDS if name != "n"),
-)
-FIELDS = frozenset(
-    (
-        *("input", "instructions", "max_output_tokens", "tools", "tool_choice", "text"),
-        *("reasoning", "include", "client_metadata", "stream_options", "truncation"),
-        *("top_logprobs", "prompt_logprobs", "max_tool_calls"),
-        *("context_management", "moderation"),
-        *SAME_FIELDS,
-        *UNSUPPORTED_FIELDS,
-        *INERT_FIELDS,
-    )
-)
 TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal")
 
 
 def parse_responses_request(parser: RequestParser, body: Body) -> ApiRequest:
     """The body of /v1/responses. Raises RequestError with the names of its fields."""
-    for name in UNSUPPORTED_FIELDS:
+    for name in CONVERSATION_FIELDS:
         if body.get(name):
             raise RequestError(
                 f"{name} is not supported: this server keeps no conversations, so send the whole "
@@ -80,7 +61,7 @@ def parse_responses_request(parser: RequestParser, body: Body) -> ApiRequest:
                 name,
                 UNSUPPORTED,
             )
-    ignored = parser.check_names(body, FIELDS)
+    ignored = check_names(body, RESPONSES_FIELDS, "/v1/responses", parser.strict_fields)
     check_unsupported_values(body)
     try:
         request = parser.chat(chat_body(body))
@@ -113,11 +94,7 @@ def check_unsupported_values(body: Body) -> None:
     for value in include:
         if value not in INERT_INCLUDES:
             raise RequestError(f"include may not have {shorten(value)}", "include", UNSUPPORTED)
-    is_obfuscated, _ = parse_stream_options(body, "include_obfuscation", "include_usage")
-    if is_obfuscated:
-        raise RequestError(
-            "stream_options.include_obfuscation is not supported", "stream_options", UNSUPPORTED
-        )
+    parse_stream_options(body, "include_usage")
     if body.get("truncation", "disabled") != "disabled":
         raise RequestError(
             f"truncation must be disabled, not {shorten(body['truncation'])}",
@@ -147,7 +124,7 @@ def check_unsupported_values(body: Body) -> None:
 
 def chat_body(body: Body) -> dict[str, Any]:
     """The body of a chat that a body of /v1/responses stands for."""
-    chat: dict[str, Any] = {name: body[name] for name in SAME_FIELDS if name in body}
+    chat: dict[str, Any] = {name: body[name] for name in RESPONSES_CHAT_FIELDS if name in body}
     chat["messages"] = parse_input(body)
     if "max_output_tokens" in body:
         chat["max_completion_tokens"] = body["max_output_tokens"]
