@@ -70,6 +70,28 @@ def test_calls_after_reasoning(size):
     assert (message.content, message.calls) == ("{x: 1}", [])
 
 
+@pytest.mark.parametrize("size", [1, 6, 1000])
+@pytest.mark.parametrize(
+    ("reasoning", "parser", "text"),
+    [
+        (HARMONY, "gpt_oss", ANALYSIS + HARMONY_CALL + HARMONY_CALL.replace("1", "2")),
+        (
+            FREE,
+            "hermes",
+            "<think>Hm.</think>"
+            + 2 * '<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>',
+        ),
+    ],
+)
+def test_only_the_first_call_without_parallel_calls(reasoning, parser, text, size):
+    for parallel, num_calls in ((True, 2), (False, 1)):
+        tools = ToolOptions({"f": {}}, "auto", parallel=parallel)
+        message = parse(MessageFormat(tools, reasoning, parser), text, size)
+        assert (message.reasoning, message.content) == ("Hm.", "")
+        arguments = [json.loads(call["function"]["arguments"]) for call in message.calls]
+        assert (len(arguments), arguments[0]) == (num_calls, {"x": 1})
+
+
 def test_both_names_in_messages_and_deltas():
     message = MessageBuilder()
     (delta,) = INSIDE.build_parser(MessageParser()).add("Hm", last=True)

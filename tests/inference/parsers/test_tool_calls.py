@@ -42,6 +42,17 @@ X = {"x": "ü}"}
 TAG = {"x": 'see "<tool_call>{}</tool_call>", \\</tool_call>'}
 TAG_CALL = f'<tool_call>\n{{"name": "f", "arguments": {json.dumps(TAG)}}}\n</tool_call>'
 TAG_FIRST = f'<tool_call>{{"arguments": {json.dumps(TAG)}, "name": "f"}}</tool_call>'
+CODER_TAG = """<tool_call>
+<function=f>
+<parameter=x>
+if "</tool_call>" in text: # </function>
+</tool_call>
+</parameter>
+<parameter=n>3</parameter>
+</function>
+</tool_call>"""
+CODER_TAG_ARGUMENTS = {"x": 'if "</tool_call>" in text: # </function>\n</tool_call>', "n": 3}
+CODER_CUT = "<tool_call><function=f><parameter=n>1</parameter><parameter=x>a"
 F = '{"name": "f", "parameters": {"x": "ü}"}}'
 CUT = '<tool_call>{"name": "f", "arguments": {"x": "cut'
 CASES = [
@@ -59,6 +70,8 @@ CASES = [
     ("qwen3_coder", f"So: {CODER_CALL}", "So: ", [CODER_ARGUMENTS]),
     ("qwen3_coder", f"{CODER_CALL}\n{CODER_CALL}", "", [CODER_ARGUMENTS] * 2),
     ("qwen3_coder", "<tool_call>\n<function=f></function>\n</tool_call>", "", [{}]),
+    ("qwen3_coder", f"{CODER_TAG} then", " then", [CODER_TAG_ARGUMENTS]),
+    ("qwen3_coder", f"{CODER_TAG}\n{CODER_CALL}", "", [CODER_TAG_ARGUMENTS, CODER_ARGUMENTS]),
     ("qwen3_coder", "<tool_call>words</tool_call>", "<tool_call>words</tool_call>", []),
     ("llama3_json", F, "", [X]),
     ("llama3_json", f"<|python_tag|>{F}; {F}", "", [X, X]),
@@ -183,6 +196,14 @@ def test_parameters_are_passed_on_one_by_one():
         ("llama3_json", '{"name": "f", "parameters": {"x": 1, 2}}', "", ['{"x": 1, 2}}']),
         ("mistral", '[TOOL_CALLS]f[ARGS]{"x": 1, 2} on', "", ['{"x": 1, 2} on']),
         ("qwen3_coder", "<tool_call><function=f><parameter=n>1</parameter>", "", ['{"n": 1']),
+        # A value that does not end has no tag, either.
+        ("qwen3_coder", f"{CODER_CUT}</tool_call> So", " So", ['{"n": 1}']),
+        (
+            "qwen3_coder",
+            f"{CODER_CUT}</tool_call>{CODER_CALL}",
+            "",
+            ['{"n": 1}', json.dumps(CODER_ARGUMENTS)],
+        ),
         # What is complete is a call, whatever follows within the tags.
         ("hermes", '<tool_call>{"name": "f", "arguments": {}</tool_call>', "", ["{}"]),
         ("hermes", '<tool_call>{"arguments": {"x": 1}, "name": "f"}</tool_call>', "", ['{"x": 1}']),

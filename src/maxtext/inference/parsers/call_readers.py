@@ -20,7 +20,8 @@ CALL_HEAD = re.compile(
 )
 FUNCTION_HEAD = re.compile(r"\s*<function=([^>\s]+)>")
 FUNCTION_END = "</function>"
-PARAMETER = re.compile(r"\s*<parameter=([^>\s]+)>(.*?)</parameter>\s*", re.DOTALL)
+PARAMETER_START, PARAMETER_END = "<parameter=", "</parameter>"
+PARAMETER_HEAD = re.compile(rf"\s*{PARAMETER_START}([^>\s]+)>")
 JSON_DECODER = json.JSONDecoder()
 
 
@@ -188,6 +189,9 @@ class XmlCallReader(CallReader):
     """<function=NAME><parameter=KEY>VALUE</parameter>...</function>, as Qwen3-Coder writes it. The
     schema of the function says which values are texts; others are JSON where they can be. Each
     parameter is passed on when it is complete.
+
+    Values are not escaped. One that has the tag of the end of a call goes on after it if
+    </parameter> follows before another parameter begins.
     """
 
     def __init__(self, index: int, schemas: Schemas):
@@ -197,6 +201,28 @@ class XmlCallReader(CallReader):
         self.position = 0  # of what was not read yet
         self.num_parameters = 0
 
+    def split(self, text: str, end: str, last: bool) -> tuple[str, str, bool]:
+        """Text from a tag in a value on waits until it is known whether the value goes on."""
+        unread = self.text[self.position :] + text
+        num_read = len(unread) - len(text)
+        match = FUNCTION_HEAD.match(unread) if self.name is None else None
+        position = match.end() if match else 0
+        while match := PARAMETER_HEAD.match(unread, position):
+            close = unread.find(PARAMETER_END, match.end())
+            stop = len(unread) if close < 0 else close
+            tag = unread.find(end, match.end(), stop)
+            size = tag - num_read
+            if tag >= 0 and (unread.find(PARAMETER_START, tag, stop) >= 0 or (last and close < 0)):
+                return text[:size], text[size + len(end) :], True
+            if tag >= 0 and close < 0:
+                return text[:size], text[size:], False
+            if close < 0:
+                break
+            position = close + len(PARAMETER_END)
+        in_values = max(position - num_read, 0)
+        inner, rest, is_closed = super().split(text[in_values:], end, last)
+        return text[:in_values] + inner, rest, is_closed
+
     def add(self, text: str) -> list[MessageDelta]:
         self.text += text
         deltas: list[MessageDelta] = []
@@ -205,9 +231,13 @@ class XmlCallReader(CallReader):
             if match is None:
                 return []
             self.name, self.position = match[1], match.end()
-        while match := PARAMETER.match(self.text, self.position):
-            self.position = match.end()
-            deltas += self.parameter(match[1], match[2].removeprefix("\n").removesuffix("\n"))
+        while match := PARAMETER_HEAD.match(self.text, self.position):
+            close = self.text.find(PARAMETER_END, match.end())
+            if close < 0:
+                break
+            self.position = close + len(PARAMETER_END)
+            value = self.text[match.end() : close]
+            deltas += self.parameter(match[1], value.removeprefix("\n").removesuffix("\n"))
         return deltas
 
     def parameter(self, key: str, text: str) -> list[MessageDelta]:

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from maxtext.inference.parsers.message_parser import (
+    FirstCallParser,
     MessageDelta,
     MessageParser,
     ParserChain,
@@ -37,6 +38,8 @@ class MessageFormat:
         has_channel_calls = self.tool_parser == "gpt_oss" and self.tools.is_auto
         calls = self.tools.build_parser(self.tool_parser)
         parser = self.reasoning.build_parser(calls, has_channel_calls)
+        if not self.tools.parallel:
+            parser = FirstCallParser(parser)
         return ParserChain(parser, TagFilter(self.hidden_tags)) if self.hidden_tags else parser
 
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from maxtext.inference.parsers.message_parser import (
-    FirstCallParser,
     MessageParser,
     NamedCallParser,
     RequiredCallParser,
@@ -61,8 +60,7 @@ class ToolOptions:
             return RequiredCallParser()
         if not self.is_auto:
             return MessageParser()
-        parser = build_tool_parser(name, self.schemas)
-        return parser if self.parallel else FirstCallParser(parser)
+        return build_tool_parser(name, self.schemas)
 
 
 def call_schema(name: str, parameters: Any, pointer: str) -> dict[str, Any]:
