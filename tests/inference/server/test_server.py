@@ -323,9 +323,13 @@ def test_tokenize_and_detokenize(http):
         check_error(http.post("/detokenize", json={"tokens": tokens}), 400, param="tokens")
     tools = {"messages": MESSAGES, "tools": [1]}
     check_error(http.post("/tokenize", json=tools), 400, param="tools")
-    for name, value in (("chat_template", "x"), ("truncate_prompt_tokens", 2), ("prompt", PROMPT)):
+    for name, value, code in (
+        ("chat_template", "x", "unsupported_parameter"),
+        ("truncate_prompt_tokens", 2, "unsupported_parameter"),
+        ("prompt", PROMPT, None),
+    ):
         wrong = {"messages": MESSAGES, name: value}
-        check_error(http.post("/tokenize", json=wrong), 400, param=name)
+        check_error(http.post("/tokenize", json=wrong), 400, code, name)
     for path, body in (("/tokenize", {"prompt": "w5"}), ("/detokenize", {"tokens": [5]})):
         response = http.post(path, json={**body, "user": "u", "chat_id": "x"})
         assert response.headers["x-ignored-fields"] == "chat_id"
