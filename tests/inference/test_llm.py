@@ -471,6 +471,8 @@ def test_load_errors(folder, tmp_path):
         LLM.load(tmp_path)
     with pytest.raises(ConfigError, match="vocab_size=99 .* differs from 61 in the model's file"):
         LLM.load(folder, vocab_size=99)
+    with pytest.raises(ConfigError, match="learning_rate is for training and would do nothing"):
+        LLM.load(folder, learning_rate=1e-4)
     llm = LLM.load(folder, **EXACT)
     llm.checkpoint = None
     with pytest.raises(UserError, match="came without a tokenizer"):

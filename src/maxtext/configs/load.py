@@ -160,7 +160,8 @@ def fill_defaults(settings: Layer, environ: Mapping[str, str]) -> None:
         fields.validated(key, settings[key].value) is True
         for key in ("use_sft", "use_dpo", "use_grpo")
     )
-    if fields.validated("use_grpo", settings["use_grpo"].value) is True:
+    has_batches = fields.validated("use_grpo", settings["use_grpo"].value) is True
+    if has_batches:
         fill_rl_defaults(settings)
     if not is_fine_tuning and settings["use_truncation"].source.kind == "default":
         # Truncation would drop most of a corpus of long documents. Fine-tuning keeps rows whole.
@@ -172,11 +173,13 @@ def fill_defaults(settings: Layer, environ: Mapping[str, str]) -> None:
             sources.base_layer()["steps"] if by_epochs else Setting(length, Source("derived"))
         )
     steps, epochs = settings["steps"], settings["num_epoch"]
-    if is_fine_tuning and steps.source.is_user and epochs.source.kind == "default":
+    is_bounded = steps.source.is_user or has_batches
+    if is_fine_tuning and is_bounded and epochs.source.kind == "default":
         # Data for fine-tuning is small: it is repeated as often as the steps need. An epoch may be
         # less than a batch, or packed even less than a row. One step reads the data once.
         epochs_needed = 1 if steps.value == 1 else UNBOUNDED_EPOCHS
-        settings["num_epoch"] = Setting(epochs_needed, Source("derived", "steps"))
+        named = "num_batches" if has_batches else "steps"
+        settings["num_epoch"] = Setting(epochs_needed, Source("derived", named))
     if fields.validated("enable_lora", settings["enable_lora"].value) is False:
         for key in Adapters.model_fields.keys() - {"enable_lora", "max_adapters"}:
             settings[key] = sources.base_layer()[key]

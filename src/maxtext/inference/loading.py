@@ -22,7 +22,14 @@ from maxtext.configs import provenance
 from maxtext.configs.load import peek_setting
 from maxtext.configs.merge import axis_rules
 from maxtext.configs.provenance import Layer, Setting
-from maxtext.configs.types import MaxTextConfig
+from maxtext.configs.types import (
+    AdamW,
+    Distillation,
+    MaxTextConfig,
+    Muon,
+    Optimizer,
+    Preferences,
+)
 from maxtext.layers.context import INFERENCE, BuildContext
 from maxtext.layers.parameters import Template
 from maxtext.layers.quantized import abstract_quantized, initial_quantizer
@@ -33,6 +40,10 @@ from maxtext.tokenizers import Tokenizer
 
 CACHE_LENGTH = "cache_sequence"  # the logical axis of the length of a KV cache
 # PEFT folders, which have the names of their folders, or by name
+TRAINING_KEYS = frozenset[str]().union(
+    *(group.model_fields for group in (Optimizer, AdamW, Muon, Preferences, Distillation))
+)
+
 Folders = Sequence[str | os.PathLike] | Mapping[str, str | os.PathLike] | None
 
 
@@ -46,7 +57,12 @@ def resolve_config(
     prompts are prefilled in chunks, sequences are as long as the learned positions, and weights
     that are bfloat16 in the checkpoint stay so.
     The tokenizer is that of the checkpoint's folder, if it has one.
+
+    Raises ConfigError if `overrides` set a key that acts only in training. A file may set them.
     """
+    for key in overrides:
+        if key in TRAINING_KEYS:
+            raise ConfigError(f"{key} is for training and would do nothing here: leave it out")
 
     def derived(key: str, value: Any, origin: str) -> Layer:
         if peek_setting(key, path, overrides, os.environ) is not None:

@@ -4,6 +4,7 @@ import jax
 
 from maxtext.common import hardware
 from maxtext.configs.derive import run_folder
+from maxtext.configs.load import UNBOUNDED_EPOCHS
 from maxtext.configs.types import MaxTextConfig
 from maxtext.diagnostics.console import start_banner
 from maxtext.models.counts import parameter_count
@@ -84,10 +85,13 @@ def describe_data(context: RunContext) -> str:
     from maxtext.input_pipeline.truncation import truncated_share  # imports Grain: takes seconds
 
     config = context.config
+    parts = [config.dataset_type.value]
+    if config.num_epoch == UNBOUNDED_EPOCHS:
+        parts.append("repeated until the last step")
     share = truncated_share(config, context.row_format)
-    if share is None:
-        return config.dataset_type.value
-    return f"{config.dataset_type.value}; use_truncation=true drops {share:.1%} of the tokens"
+    if share is not None:
+        parts.append(f"use_truncation=true drops {share:.1%} of the tokens")
+    return "; ".join(parts)
 
 
 def describe_outputs(config: MaxTextConfig) -> str:

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import shutil
+from itertools import islice
 from types import SimpleNamespace
 
 import jax
@@ -17,12 +18,14 @@ from maxtext.configs.sources import HERE, from_python
 from maxtext.inference.sampling_params import SamplingParams
 from maxtext.trainers import tune
 from maxtext.trainers.configuration import load_run
+from maxtext.trainers.data_loader import open_train_streams
 from maxtext.trainers.methods.rl import rollout
 from maxtext.trainers.methods.rl.group_sampler import RewardWatch, reward_metrics
 from maxtext.trainers.methods.rl.rewards.keys import RewardKeys
 from maxtext.trainers.methods.rl.rollout_log import RolloutLog, ScoredRollout
 from maxtext.trainers.methods.rl.rollout_step import check_agreement, log_rollout
 from maxtext.trainers.methods.rl.spans import Clock, SpanLog
+from maxtext.trainers.run_context import RunContext
 from tests.trainers.methods.distillation.test_distillation import save_llama
 
 BYTES = 259  # ids of the byte tokenizer
@@ -420,6 +423,23 @@ def test_steps_are_those_of_the_batches(base):
         settings = RUN | {"num_batches": 2, "num_iterations": 2, **keys}
         overrides = from_python({"load_parameters_path": str(base), **settings})
         assert load_run(HERE / "grpo.yml", overrides, None).steps == steps
+
+
+def test_prompts_repeat_until_the_last_batch(base, tmp_path):
+    """num_batches asks for more prompts than there are; a num_epoch that is set ends the data."""
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    data = {
+        "dataset_type": "grain",
+        "grain_file_type": "jsonl",
+        "grain_train_files": str(tmp_path / "rows.jsonl"),
+        "grain_worker_count": 0,
+    }
+    for keys, batches in (({}, 50), ({"num_epoch": 2}, 2 * len(ROWS) // RUN["batch_size"])):
+        settings = {"load_parameters_path": str(base), **RUN, **data, "num_batches": 50, **keys}
+        context = RunContext.from_config(load_run(HERE / "grpo.yml", from_python(settings), None))
+        streams = open_train_streams(context)
+        assert len(list(islice(streams, 50))) == batches
+        streams.close()
 
 
 @pytest.mark.slow
