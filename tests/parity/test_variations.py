@@ -2,6 +2,7 @@
 or the folder is refused.
 """
 
+import itertools
 import json
 
 import numpy as np
@@ -13,7 +14,6 @@ from variations import BASES, LINEAR_ROPE, OLD, THETA, YARN, Variation, rope, va
 
 from maxtext import LLM
 from maxtext.common.errors import UserError
-from maxtext.hf.config_json import SUPPORTED
 from maxtext.models.hf_registry import MAPPINGS, hf_config, model_layer, read_config
 
 TOLERANCE = 5e-4  # of the standard deviation of the logits
@@ -242,7 +242,8 @@ def test_every_entry_that_transformers_reads_is_known(model_type, comparison, mo
     zoo.logits(transformers.AutoModelForCausalLM.from_config(config).eval(), IDS)
     monkeypatch.undo()
     mapping = next(mapping for mapping in MAPPINGS if mapping.model_type == config.model_type)
-    known = {*mapping.defaults, *mapping.supported, *mapping.aliases, *SUPPORTED}
+    aliases = (field.aliases for field in mapping.entries.values())
+    known = {*mapping.entries, *itertools.chain(*aliases)}
     known |= TRAINING | OUTPUTS | OTHER_MODELS | DERIVED
     unknown = {
         name
@@ -251,7 +252,7 @@ def test_every_entry_that_transformers_reads_is_known(model_type, comparison, mo
         and not callable(getattr(type(config), name, None))
         and (model_type, name) not in KEPT
     }
-    if not hasattr(config, "layer_types") or "layer_types" not in mapping.defaults:
+    if not hasattr(config, "layer_types") or "layer_types" not in mapping.entries:
         unknown -= {"layer_types"}  # caches ask for it
     assert {"hidden_size", "num_hidden_layers"} & names
     assert not unknown

@@ -384,8 +384,8 @@ def update_hf_config(
 
 
 def is_tied(hf_config: dict[str, Any], config: MaxTextConfig) -> bool:
-    defaults = hf_registry.mapping_for(config).defaults
-    return bool(hf_config.get("tie_word_embeddings", defaults.get("tie_word_embeddings", False)))
+    field = hf_registry.mapping_for(config).entries["tie_word_embeddings"]
+    return bool(hf_config.get(field.hf, field.default))
 
 
 def model_param_infos(template: Template, config: MaxTextConfig) -> dict[str, ParamInfo]:

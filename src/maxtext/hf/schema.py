@@ -88,7 +88,7 @@ def all_of(kind: Kind, *names: str) -> dict[str, Kind]:
 
 
 # Fields of config.json, or of text_config in it, that several families have; a family adds its own
-# (`HfMapping.fields`).
+# (`Field.kind`).
 TEXT_FIELDS = {
     **all_of(SIZE, "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads"),
     **all_of(SIZE, "max_position_embeddings", "num_local_experts"),

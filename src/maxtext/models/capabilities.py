@@ -13,6 +13,7 @@ from maxtext.common.errors import ConfigError
 from maxtext.configs.types import MaxTextConfig
 from maxtext.configs.types.architecture import Architecture
 from maxtext.layers.specs import AttentionSpec, LayerSpec, MlaSpec, MlpSpec, MoeSpec, RopeSpec
+from maxtext.models.common import mixer_kind
 from maxtext.models.registry import FAMILIES, layers
 
 Spec = TypeVar("Spec")
@@ -92,18 +93,6 @@ class Capabilities:
             self.layers != layers_or_none(changed(self.config, **{key: value}))
             for value in other_values(self.config, key)
         )
-
-
-def mixer_kind(mixer: Any) -> str:
-    """The kind of a layer with this mixer, as `architecture.layer_kinds` names it."""
-    mask = getattr(mixer, "mask", None)
-    if mask is None:
-        return "linear"
-    if mask.window:
-        return "sliding"
-    if mask.chunk:
-        return "chunk"
-    return "full" if mask.causal else "unmasked"
 
 
 def find_specs(

@@ -31,6 +31,18 @@ LAYER_KINDS = {
 }
 
 
+def mixer_kind(mixer: Any) -> str:
+    """The kind of a layer with this mixer, as `architecture.layer_kinds` names it."""
+    mask = getattr(mixer, "mask", None)
+    if mask is None:
+        return "linear"
+    if mask.window:
+        return "sliding"
+    if mask.chunk:
+        return "chunk"
+    return "full" if mask.causal else "unmasked"
+
+
 def layer_kinds(config: MaxTextConfig, layers: int, rule: Callable[[int], str]) -> list[str]:
     """The kind of each layer (full, sliding, chunk or linear), as the checkpoint lists it or by the
     family's rule for the index of a layer.

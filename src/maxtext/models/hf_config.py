@@ -1,34 +1,69 @@
-"""Entries of config.json from a configuration and the specs of its layers: the parts that most
-families share. `hf/config_json.py` has the other direction.
+"""Groups of entries of config.json that depend on each other or on the layers, in both directions:
+RoPE, the kinds of layers, and which layers have experts.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
 from maxtext.common.errors import UserError
 from maxtext.configs.types import MaxTextConfig
-from maxtext.hf.config_json import LAYER_TYPES, Json, hf_activation
+from maxtext.hf.config_json import Field, FieldGroup, Json, LayerSpecs, ModelSettings
+from maxtext.hf.rope_parameters import (
+    ROPE_DEFAULTS,
+    rope_fields,
+    rope_keys,
+    rope_parameters,
+    rope_parameters_by_kind,
+)
 from maxtext.layers.specs import RopeSpec
+from maxtext.models.common import mixer_kind
 
-LayerSpecs = Sequence[Any]
+# layer_types -> kind of layer
+LAYER_TYPES = {
+    "full_attention": "full",
+    "sliding_attention": "sliding",
+    "chunked_attention": "chunk",
+    "linear_attention": "linear",
+}
 
 
-def dense_entries(config: MaxTextConfig, layers: LayerSpecs, hidden_act: str | None = None) -> Json:
-    """The entries that nearly all families state alike; `hidden_act` overrides mlp_activations."""
-    return {
-        "hidden_size": config.emb_dim,
-        "intermediate_size": config.mlp_dim,
-        "num_hidden_layers": len(layers),
-        "num_attention_heads": config.num_query_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "vocab_size": config.vocab_size,
-        "hidden_act": hidden_act or hf_activation(config),
-        "rms_norm_eps": config.normalization_layer_epsilon,
-        "tie_word_embeddings": config.logits_via_embedding,
-        "attention_bias": config.attention_bias,
-        "max_position_embeddings": config.max_position_embeddings,
-    }
+def rope_entry_fields(**defaults: Any) -> tuple[Field, ...]:
+    """The entries of RoPE, with the defaults in which a family differs from most."""
+    return tuple(
+        Field(name, default=default) for name, default in (ROPE_DEFAULTS | defaults).items()
+    )
+
+
+def uniform_rope(
+    *, interleave: bool = False, partial: bool = False, required: bool = True, **defaults: Any
+) -> FieldGroup:
+    """RoPE that is the same in all layers that have it; `required`: one layer must.
+
+    `partial`: heads of the family may rotate in part, and the fraction is written even if it is 1.
+    """
+
+    def read(entries: Json) -> ModelSettings:
+        return rope_settings(
+            rope_fields(entries, rope_parameters(entries), interleave=interleave, partial=partial)
+        )
+
+    def write(config: MaxTextConfig, layers: LayerSpecs) -> Json:
+        rope = first_rope(layers)
+        if rope is None and not required:
+            return {"rope_parameters": None}
+        fraction = {"partial_rotary_factor": rope.fraction} if rope and partial else {}
+        return {"rope_parameters": fraction | rope_entry(rope)}
+
+    return FieldGroup(rope_entry_fields(**defaults), read, write)
+
+
+def rope_settings(fields: Json) -> ModelSettings:
+    return ModelSettings(rope_keys(fields), {"rope": {"all": fields}})
+
+
+def first_rope(layers: LayerSpecs) -> RopeSpec | None:
+    ropes = (getattr(layer.attention, "rope", None) for layer in layers)
+    return next((rope for rope in ropes if rope is not None), None)
 
 
 def rope_entry(spec: RopeSpec | None) -> Json:
@@ -80,17 +115,12 @@ def rope_entry(spec: RopeSpec | None) -> Json:
     return parameters
 
 
-def first_rope_entry(layers: LayerSpecs) -> Json:
-    """rope_parameters of a model whose layers all have the same RoPE."""
-    return rope_entry(layers[0].attention.rope)
-
-
 def rope_entries(layers: LayerSpecs, default: Json | None = None) -> Json:
     """rope_parameters by layer_types, for full and sliding layers; of a kind that the model lacks
     `default`, or that of the first layer.
     """
     entries: Json = {}
-    for spec, layer_type in zip(layers, layer_types(layers), strict=True):
+    for spec, layer_type in zip(layers, layer_types_entry(layers), strict=True):
         entries.setdefault(layer_type, rope_entry(spec.attention.rope))
     default = default or next(iter(entries.values()))
     # transformers reads truncate beside the kinds of layers.
@@ -101,20 +131,53 @@ def rope_entries(layers: LayerSpecs, default: Json | None = None) -> Json:
     }
 
 
-def layer_types(layers: LayerSpecs) -> list[str]:
-    """layer_types of the mixers."""
+def ropes_by_kind(entries: Json, local_theta: float) -> ModelSettings:
+    """Settings of full and sliding layers with a RoPE each; the keys state that of full layers."""
+    parameters = rope_parameters_by_kind(entries, local_theta)
+    ropes = {LAYER_TYPES[kind]: rope_fields(entries, own) for kind, own in parameters.items()}
+    return ModelSettings(rope_keys(ropes["full"]), {"rope": ropes})
+
+
+def layer_types(rule: Callable[[int, Json], str], *fields: Field) -> FieldGroup:
+    """The kinds of layers: layer_types, or else the family's rule for the index of a layer, which
+    may depend on the entries `fields`.
+    """
+    return FieldGroup(
+        (Field("layer_types"), *fields),
+        lambda entries: ModelSettings({}, {"layer_kinds": layer_kinds(entries, rule)}),
+        lambda config, layers: {"layer_types": layer_types_entry(layers)},
+    )
+
+
+def layer_kinds(entries: Json, rule: Callable[[int, Json], str]) -> list[str]:
+    """The kinds of layers, as listed or by the rule of the family."""
+    listed = entries["layer_types"]
+    if listed is None:
+        return [rule(i, entries) for i in range(entries["num_hidden_layers"])]
+    unknown = sorted(set(listed) - set(LAYER_TYPES))
+    if unknown:
+        raise UserError(
+            f"config.json: layer_types has {', '.join(unknown)}: "
+            f"supported are {', '.join(LAYER_TYPES)}"
+        )
+    return [LAYER_TYPES[name] for name in listed]
+
+
+def layer_types_entry(layers: LayerSpecs) -> list[str]:
     hf_names = {kind: hf_name for hf_name, kind in LAYER_TYPES.items()}
-    return [hf_names[layer_kind(spec.attention)] for spec in layers]
+    hf_names["unmasked"] = "full_attention"  # `config_differences` refuses it
+    return [hf_names[mixer_kind(layer.attention)] for layer in layers]
 
 
-def layer_kind(mixer: Any) -> str:
-    mask = getattr(mixer, "mask", None)
-    if mask is None:
-        return "linear"
-    if mask.window:
-        return "sliding"
-    return "chunk" if mask.chunk else "full"
+def every_nth(pattern: str | int, kind: str, others: str = "sliding") -> Callable[[int, Json], str]:
+    """Layers n-1, 2n-1, … are of a kind; `pattern` is n, or the entry that states it."""
+
+    def rule(layer: int, entries: Json) -> str:
+        n = entries[pattern] if isinstance(pattern, str) else pattern
+        return others if (layer + 1) % n else kind
+
+    return rule
 
 
-def has_experts(spec: Any) -> bool:
-    return hasattr(spec.mlp, "router")
+def has_experts(layer: Any) -> bool:
+    return hasattr(layer.mlp, "router")

@@ -22,7 +22,12 @@ from maxtext.models.registry import FAMILIES, family, layers
 MAPPINGS: tuple[HfMapping, ...] = tuple(
     mapping for member in FAMILIES.values() for mapping in member.hf
 )
-FIELDS = {name: kind for mapping in MAPPINGS for name, kind in mapping.fields.items()}
+KINDS = {
+    name: field.kind
+    for mapping in MAPPINGS
+    for name, field in mapping.entries.items()
+    if field.kind is not None
+}
 
 # Prefixes of tensor names in folders of multimodal models -> prefixes that rules use.
 PREFIXES = {
@@ -39,7 +44,7 @@ MULTIMODAL_TENSORS = (
 
 def read_config(folder: Path) -> Json:
     """config.json of a Hugging Face folder, checked. Raises ConfigError with every wrong field."""
-    return schema.read_config(folder, FIELDS)
+    return schema.read_config(folder, KINDS)
 
 
 def mapping_of(hf_config: Json, source: str) -> HfMapping:
@@ -104,7 +109,7 @@ def read_settings(mapping: HfMapping, hf_config: Json, source: str) -> Layer:
     if "tie_word_embeddings" in hf_config and text_config is not hf_config:
         text_config = {"tie_word_embeddings": hf_config["tie_word_embeddings"]} | text_config
     try:
-        settings = mapping.read(mapping.entries(text_config))
+        settings = mapping.read(text_config)
     except KeyError as error:
         raise UserError(
             f"{source}: {error.args[0]} is missing, and {mapping.architectures[0]} needs it"

@@ -1,16 +1,22 @@
 """DeepSeek 2, 3 and 3.2; Kimi K2 has the classes of DeepSeek 3."""
 
 from dataclasses import replace
+from typing import Any
 
 from maxtext.common.errors import UserError
 from maxtext.configs.types import MaxTextConfig
 from maxtext.hf.config_json import (
+    ATTENTION_BIAS,
+    Field,
+    FieldGroup,
     HfMapping,
     Json,
+    LayerSpecs,
     ModelSettings,
+    dense_fields,
     dense_keys,
-    size_defaults,
-    uniform_rope,
+    or_null,
+    or_zero,
 )
 from maxtext.hf.layer_rules import (
     HF_LAYER,
@@ -20,10 +26,16 @@ from maxtext.hf.layer_rules import (
     norm_rules,
     outer_rules,
 )
-from maxtext.hf.rope_parameters import required, rope_parameters, yarn_temperature
+from maxtext.hf.rope_parameters import required, rope_fields, rope_parameters, yarn_temperature
 from maxtext.hf.rules import Rule
-from maxtext.hf.schema import COUNT, NULL, POSITIVE, SIZE, SWITCH, TEXT, all_of, list_of, per_layer
-from maxtext.models.hf_config import LayerSpecs, dense_entries, first_rope_entry, has_experts
+from maxtext.hf.schema import COUNT, NULL, POSITIVE, SIZE, SWITCH, TEXT, list_of, per_layer
+from maxtext.models.hf_config import (
+    first_rope,
+    has_experts,
+    rope_entry,
+    rope_entry_fields,
+    rope_settings,
+)
 
 MULTI_TOKEN_NORMS = {
     "enorm": "embedding_norm",
@@ -33,75 +45,21 @@ MULTI_TOKEN_NORMS = {
 BUFFERS = (r".*rotary_emb\.inv_freq",)  # in Kimi K2's folders
 
 
-def read_shared(hf_config: Json, interleave: bool = True) -> ModelSettings:
-    """The settings that the three versions share."""
-    rope = uniform_rope(hf_config, interleave=interleave)
-    keys = dense_keys(hf_config, "deepseek") | rope.keys
-    del keys["head_dim"]  # heads have three sizes of their own
-    keys |= {
-        "attention_type": "mla",
-        "q_lora_rank": hf_config["q_lora_rank"] or 0,
-        "kv_lora_rank": hf_config["kv_lora_rank"],
-        "qk_nope_head_dim": hf_config["qk_nope_head_dim"],
-        "qk_rope_head_dim": hf_config["qk_rope_head_dim"],
-        "v_head_dim": hf_config["v_head_dim"],
-        "base_moe_mlp_dim": hf_config["moe_intermediate_size"],
-        "num_experts": hf_config["n_routed_experts"],
-        "num_experts_per_tok": hf_config["num_experts_per_tok"],
-        "shared_experts": hf_config["n_shared_experts"] or 0,
-        "routed_scaling_factor": hf_config["routed_scaling_factor"],
-        "n_routing_groups": hf_config["n_group"] or -1,
-        "topk_routing_group": hf_config["topk_group"] or -1,
-        "first_num_dense_layers": min(
-            hf_config["first_k_dense_replace"], hf_config["num_hidden_layers"]
-        ),
-    }
-    scale = (hf_config["qk_nope_head_dim"] + hf_config["qk_rope_head_dim"]) ** -0.5
-    parameters = rope_parameters(hf_config)
+def read_attention(entries: Json) -> ModelSettings:
+    """RoPE, and the softmax scale, which YaRN may change."""
+    parameters = rope_parameters(entries)
+    interleave = bool(entries.get("rope_interleave", True))
+    settings = rope_settings(rope_fields(entries, parameters, interleave=interleave))
+    scale = (entries["qk_nope_head_dim"] + entries["qk_rope_head_dim"]) ** -0.5
     if parameters["rope_type"] != "default" and parameters.get("mscale_all_dim"):
         factor = required(parameters, "factor")
         scale *= yarn_temperature(factor, parameters["mscale_all_dim"]) ** 2
-    return ModelSettings(keys, {"softmax_scale": scale} | rope.hf_attributes)
-
-
-def read_deepseek2(hf_config: Json) -> ModelSettings:
-    settings = read_shared(hf_config)
-    method = hf_config["topk_method"] or "greedy"
-    if method == "greedy":
-        settings.keys |= {"n_routing_groups": -1, "topk_routing_group": -1}
-    elif method != "group_limited_greedy":
-        raise UserError(
-            f"config.json: topk_method={method!r} is not supported: greedy and "
-            "group_limited_greedy are"
-        )
-    settings.keys |= {"routed_score_func": "softmax"}
+    settings.hf_attributes["softmax_scale"] = scale
     return settings
 
 
-def read_deepseek3(hf_config: Json) -> ModelSettings:
-    settings = read_shared(hf_config, bool(hf_config.get("rope_interleave", True)))
-    settings.keys |= {"routed_score_func": "sigmoid", "routed_bias": True}
-    settings.hf_attributes["normalise_chosen"] = bool(hf_config["norm_topk_prob"])
-    return settings
-
-
-def read_deepseek32(hf_config: Json) -> ModelSettings:
-    settings = read_deepseek3(hf_config)
-    settings.keys |= {
-        "use_indexer": True,
-        "indexer_n_heads": hf_config["index_n_heads"],
-        "indexer_head_dim": hf_config["index_head_dim"],
-        "indexer_topk": hf_config["index_topk"],
-    }
-    if hf_config["mlp_layer_types"]:
-        settings.hf_attributes["moe_layers"] = [
-            kind == "sparse" for kind in hf_config["mlp_layer_types"]
-        ]
-    return settings
-
-
-def write_shared(config: MaxTextConfig, layers: LayerSpecs) -> Json:
-    parameters = first_rope_entry(layers)
+def write_attention(config: MaxTextConfig, layers: LayerSpecs) -> Json:
+    parameters = rope_entry(first_rope(layers))
     plain_scale = (config.qk_nope_head_dim + config.qk_rope_head_dim) ** -0.5
     # YaRN's temperature, whose square multiplies the softmax scale.
     temperature = (layers[0].attention.scale / plain_scale) ** 0.5
@@ -114,53 +72,56 @@ def write_shared(config: MaxTextConfig, layers: LayerSpecs) -> Json:
         # transformers multiplies the scale by (0.1 m ln factor + 1)², m = mscale_all_dim.
         yarn = yarn_temperature(parameters["factor"])
         parameters["mscale_all_dim"] = (temperature - 1) / (yarn - 1)
-    num_dense = next((i for i, spec in enumerate(layers) if has_experts(spec)), len(layers))
-    entries = dense_entries(config, layers) | {
-        "q_lora_rank": config.q_lora_rank or None,
-        "kv_lora_rank": config.kv_lora_rank,
-        "qk_nope_head_dim": config.qk_nope_head_dim,
-        "qk_rope_head_dim": config.qk_rope_head_dim,
-        "v_head_dim": config.v_head_dim,
-        "num_key_value_heads": config.num_query_heads,
-        "moe_intermediate_size": config.moe_mlp_dim,
-        "n_routed_experts": config.num_experts,
-        "n_shared_experts": config.shared_experts,
-        "num_experts_per_tok": config.num_experts_per_tok,
-        "routed_scaling_factor": config.routed_scaling_factor,
-        "n_group": config.n_routing_groups if config.n_routing_groups > 0 else 1,
-        "topk_group": config.topk_routing_group if config.topk_routing_group > 0 else 1,
-        "first_k_dense_replace": num_dense,
-        "rope_parameters": parameters,
-    }
-    del entries["head_dim"]
-    return entries
+    return {"num_key_value_heads": config.num_query_heads, "rope_parameters": parameters}
 
 
-def write_deepseek2(config: MaxTextConfig, layers: LayerSpecs) -> Json:
+def read_dense_layers(entries: Json) -> ModelSettings:
+    count = min(entries["first_k_dense_replace"], entries["num_hidden_layers"])
+    return ModelSettings({"first_num_dense_layers": count})
+
+
+def write_dense_layers(config: MaxTextConfig, layers: LayerSpecs) -> Json:
+    sparse = (i for i, layer in enumerate(layers) if has_experts(layer))
+    return {"first_k_dense_replace": next(sparse, len(layers))}
+
+
+def read_routing2(entries: Json) -> ModelSettings:
+    method = entries["topk_method"] or "greedy"
+    if method == "greedy":
+        return ModelSettings({"n_routing_groups": -1, "topk_routing_group": -1})
+    if method != "group_limited_greedy":
+        raise UserError(
+            f"config.json: topk_method={method!r} is not supported: greedy and "
+            "group_limited_greedy are"
+        )
+    return ModelSettings({})
+
+
+def write_routing2(config: MaxTextConfig, layers: LayerSpecs) -> Json:
     grouped = config.n_routing_groups > 1
-    return write_shared(config, layers) | {
-        "topk_method": "group_limited_greedy" if grouped else "greedy"
-    }
+    return {"topk_method": "group_limited_greedy" if grouped else "greedy"}
 
 
-def write_deepseek3(config: MaxTextConfig, layers: LayerSpecs) -> Json:
-    router = next(spec.mlp.router for spec in layers if has_experts(spec))
-    interleave = layers[0].attention.rope.interleave
-    return write_shared(config, layers) | {
+def read_routing3(entries: Json) -> ModelSettings:
+    return ModelSettings({}, {"normalise_chosen": bool(entries["norm_topk_prob"])})
+
+
+def write_routing3(config: MaxTextConfig, layers: LayerSpecs) -> Json:
+    router = next(layer.mlp.router for layer in layers if has_experts(layer))
+    return {
         "norm_topk_prob": router.normalise,
-        "rope_interleave": interleave,
         "num_nextn_predict_layers": config.mtp_num_layers,
     }
 
 
-def write_deepseek32(config: MaxTextConfig, layers: LayerSpecs) -> Json:
-    kinds = ["sparse" if has_experts(spec) else "dense" for spec in layers]
-    return write_deepseek3(config, layers) | {
-        "index_n_heads": config.indexer_n_heads,
-        "index_head_dim": config.indexer_head_dim,
-        "index_topk": config.indexer_topk,
-        "mlp_layer_types": kinds,
-    }
+def read_mlp_types(entries: Json) -> ModelSettings:
+    kinds = entries["mlp_layer_types"]
+    return ModelSettings({}, {"moe_layers": [kind == "sparse" for kind in kinds]} if kinds else {})
+
+
+def write_mlp_types(config: MaxTextConfig, layers: LayerSpecs) -> Json:
+    kinds = ["sparse" if has_experts(layer) else "dense" for layer in layers]
+    return {"mlp_layer_types": kinds}
 
 
 def deepseek_rules(config: MaxTextConfig, layers: LayerSpecs) -> list[Rule]:
@@ -232,122 +193,179 @@ def version(config: MaxTextConfig) -> int:
     return 3 if config.routed_score_func == "sigmoid" else 2
 
 
-LATENT_DEFAULTS = {
-    "q_lora_rank": 1536,
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "attention_bias": False,
-}
-DEEPSEEK3_DEFAULTS = LATENT_DEFAULTS | {
-    "n_routed_experts": 256,
-    "num_experts_per_tok": 8,
-    "n_shared_experts": 1,
-    "moe_intermediate_size": 2048,
-    "n_group": 8,
-    "topk_group": 4,
-    "routed_scaling_factor": 2.5,
-    "norm_topk_prob": True,
-    "first_k_dense_replace": 3,
-}
-# transformers does not read these: it has one router for the family.
-SUPPORTED = {
-    "scoring_func": (None, "sigmoid"),
-    "topk_method": (None, "noaux_tc"),
-    "moe_layer_freq": (None, 1),
-}
-FIELDS = {
-    **all_of(SIZE, "n_routed_experts", "kv_lora_rank", "qk_rope_head_dim", "v_head_dim"),
-    **all_of(SIZE, "index_n_heads", "index_head_dim", "index_topk"),
-    **all_of(COUNT, "first_k_dense_replace", "qk_nope_head_dim"),
-    **all_of(SIZE | NULL, "n_group", "topk_group", "q_lora_rank"),
-    **all_of(COUNT | NULL, "n_shared_experts", "num_nextn_predict_layers"),
-    **all_of(POSITIVE, "routed_scaling_factor"),
-    **all_of(SWITCH | NULL, "rope_interleave"),
-    **all_of(TEXT | NULL, "topk_method", "scoring_func"),
-    "mlp_layer_types": per_layer(list_of(TEXT, "names") | NULL),
-}
+def group_field(hf: str, key: str, default: int | None) -> Field:
+    """A number of groups of experts: keys have -1 for none, config.json null or 1."""
+    return Field(
+        hf,
+        key,
+        default,
+        to_native=lambda groups: groups or -1,
+        to_hf=lambda groups: groups if groups > 0 else 1,
+        kind=SIZE | NULL,
+    )
+
+
+LATENT_FIELDS = (
+    Field("head_dim"),  # heads have three sizes of their own
+    Field("q_lora_rank", "q_lora_rank", 1536, to_native=or_zero, to_hf=or_null, kind=SIZE | NULL),
+    Field("kv_lora_rank", "kv_lora_rank", 512, kind=SIZE),
+    Field("qk_nope_head_dim", "qk_nope_head_dim", 128, kind=COUNT),
+    Field("qk_rope_head_dim", "qk_rope_head_dim", 64, kind=SIZE),
+    Field("v_head_dim", "v_head_dim", 128, kind=SIZE),
+    ATTENTION_BIAS,
+    FieldGroup(rope_entry_fields(), read_attention, write_attention),
+)
+
+
+def expert_fields(
+    *,
+    num_experts: int,
+    aliases: tuple[str, ...],
+    per_token: int | None,
+    shared: int,
+    dim: int,
+    scaling: float,
+    groups: int | None,
+    chosen_groups: int | None,
+    num_dense: int,
+) -> tuple[Field | FieldGroup, ...]:
+    return (
+        Field("n_routed_experts", "num_experts", num_experts, kind=SIZE, aliases=aliases),
+        Field("num_experts_per_tok", "num_experts_per_tok", per_token),
+        Field("n_shared_experts", "shared_experts", shared, to_native=or_zero, kind=COUNT | NULL),
+        Field("moe_intermediate_size", "base_moe_mlp_dim", dim),
+        Field("routed_scaling_factor", "routed_scaling_factor", scaling, kind=POSITIVE),
+        group_field("n_group", "n_routing_groups", groups),
+        group_field("topk_group", "topk_routing_group", chosen_groups),
+        FieldGroup(
+            (Field("first_k_dense_replace", default=num_dense, kind=COUNT),),
+            read_dense_layers,
+            write_dense_layers,
+        ),
+    )
+
+
+def experts3(*aliases: str) -> tuple[Field | FieldGroup, ...]:
+    """The experts of DeepSeek 3 and 3.2, of which transformers has one router."""
+    return (
+        *expert_fields(
+            num_experts=256,
+            aliases=aliases,
+            per_token=8,
+            shared=1,
+            dim=2048,
+            scaling=2.5,
+            groups=8,
+            chosen_groups=4,
+            num_dense=3,
+        ),
+        FieldGroup(
+            (
+                Field("norm_topk_prob", default=True),
+                Field("num_nextn_predict_layers", kind=COUNT | NULL),
+            ),
+            read_routing3,
+            write_routing3,
+        ),
+        Field("scoring_func", supported=(None, "sigmoid")),
+        Field("topk_method", supported=(None, "noaux_tc"), kind=TEXT | NULL),
+        Field("moe_layer_freq", supported=(None, 1)),
+    )
+
+
+def mapping3(
+    number: str, *fields: Field | FieldGroup, positions: int, version_number: int, **keys: Any
+) -> HfMapping:
+    return HfMapping(
+        architectures=(f"DeepseekV{number}ForCausalLM",),
+        model_type=f"deepseek_v{number}",
+        keys=dense_keys(
+            "deepseek",
+            attention_type="mla",
+            routed_score_func="sigmoid",
+            routed_bias=True,
+            **keys,
+        ),
+        fields=(
+            *dense_fields(
+                vocab_size=129_280,
+                hidden_size=7168,
+                intermediate_size=18_432,
+                num_hidden_layers=61,
+                num_attention_heads=128,
+                max_position_embeddings=positions,
+            ),
+            *LATENT_FIELDS,
+            *fields,
+        ),
+        rules=deepseek_rules,
+        matches=lambda config: version(config) == version_number,
+        ignored=BUFFERS,
+        ignored_in=ignored_layers,
+    )
+
 
 MAPPINGS = (
     HfMapping(
         architectures=("DeepseekV2ForCausalLM",),
         model_type="deepseek_v2",
-        read=read_deepseek2,
-        write=write_deepseek2,
+        keys=dense_keys("deepseek", attention_type="mla", routed_score_func="softmax"),
+        fields=(
+            *dense_fields(
+                vocab_size=102_400,
+                hidden_size=4096,
+                intermediate_size=11_008,
+                num_hidden_layers=32,
+                num_attention_heads=32,
+                max_position_embeddings=2048,
+            ),
+            *LATENT_FIELDS,
+            *expert_fields(
+                num_experts=64,
+                aliases=("num_experts",),
+                per_token=None,
+                shared=2,
+                dim=1407,
+                scaling=1.0,
+                groups=None,
+                chosen_groups=None,
+                num_dense=0,
+            ),
+            FieldGroup(
+                (Field("topk_method", default="greedy", kind=TEXT | NULL),),
+                read_routing2,
+                write_routing2,
+            ),
+            Field("scoring_func", supported=(None, "softmax"), kind=TEXT | NULL),
+            Field("moe_layer_freq", supported=(None, 1)),
+            Field("mlp_bias", supported=(None, False)),
+        ),
         rules=deepseek_rules,
         matches=lambda config: version(config) == 2,
-        defaults=size_defaults(
-            vocab_size=102_400,
-            hidden_size=4096,
-            intermediate_size=11_008,
-            num_hidden_layers=32,
-            num_attention_heads=32,
-            max_position_embeddings=2048,
-            **LATENT_DEFAULTS,
-            n_routed_experts=64,
-            n_shared_experts=2,
-            moe_intermediate_size=1407,
-            routed_scaling_factor=1.0,
-            first_k_dense_replace=0,
-            topk_method="greedy",
-            n_group=None,
-            topk_group=None,
-            num_experts_per_tok=None,
-        ),
-        supported={
-            "scoring_func": (None, "softmax"),
-            "moe_layer_freq": (None, 1),
-            "mlp_bias": (None, False),
-        },
-        aliases={"num_experts": "n_routed_experts"},
-        fields=FIELDS,
     ),
-    HfMapping(
-        architectures=("DeepseekV3ForCausalLM",),
-        model_type="deepseek_v3",
-        read=read_deepseek3,
-        write=write_deepseek3,
-        rules=deepseek_rules,
-        matches=lambda config: version(config) == 3,
-        ignored=BUFFERS,
-        ignored_in=ignored_layers,
-        defaults=size_defaults(
-            vocab_size=129_280,
-            hidden_size=7168,
-            intermediate_size=18_432,
-            num_hidden_layers=61,
-            num_attention_heads=128,
-            max_position_embeddings=4096,
-            **DEEPSEEK3_DEFAULTS,
-            rope_interleave=True,
+    mapping3(
+        "3",
+        *experts3("num_local_experts"),
+        FieldGroup(
+            (Field("rope_interleave", default=True, kind=SWITCH | NULL),),
+            write=lambda config, layers: {"rope_interleave": layers[0].attention.rope.interleave},
         ),
-        supported=SUPPORTED,
-        aliases={"num_local_experts": "n_routed_experts"},
+        positions=4096,
+        version_number=3,
     ),
-    HfMapping(
-        architectures=("DeepseekV32ForCausalLM",),
-        model_type="deepseek_v32",
-        read=read_deepseek32,
-        write=write_deepseek32,
-        rules=deepseek_rules,
-        matches=lambda config: version(config) == 32,
-        ignored=BUFFERS,
-        ignored_in=ignored_layers,
-        defaults=size_defaults(
-            vocab_size=129_280,
-            hidden_size=7168,
-            intermediate_size=18_432,
-            num_hidden_layers=61,
-            num_attention_heads=128,
-            max_position_embeddings=163_840,
-            **DEEPSEEK3_DEFAULTS,
-            index_n_heads=64,
-            index_head_dim=128,
-            index_topk=2048,
-            mlp_layer_types=None,
+    mapping3(
+        "32",
+        *experts3("num_experts", "num_local_experts"),
+        Field("index_n_heads", "indexer_n_heads", 64, kind=SIZE),
+        Field("index_head_dim", "indexer_head_dim", 128, kind=SIZE),
+        Field("index_topk", "indexer_topk", 2048, kind=SIZE),
+        FieldGroup(
+            (Field("mlp_layer_types", kind=per_layer(list_of(TEXT, "names") | NULL)),),
+            read_mlp_types,
+            write_mlp_types,
         ),
-        supported=SUPPORTED,
-        aliases={"num_experts": "n_routed_experts", "num_local_experts": "n_routed_experts"},
+        positions=163_840,
+        version_number=32,
+        use_indexer=True,
     ),
 )

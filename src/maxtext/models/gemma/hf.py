@@ -1,17 +1,24 @@
 """Gemma 1 to 4 in Hugging Face folders: the text models."""
 
+from dataclasses import replace
+
 from maxtext.common.errors import UserError
 from maxtext.configs.types import MaxTextConfig
 from maxtext.hf.config_json import (
+    ATTENTION_BIAS,
+    Field,
+    FieldGroup,
     HfMapping,
     Json,
+    LayerSpecs,
     ModelSettings,
+    activation_field,
+    dense_fields,
     dense_keys,
-    hf_activation,
-    layer_kinds,
-    size_defaults,
-    uniform_rope,
-    window_size,
+    native_activation,
+    optional,
+    or_null,
+    window_field,
 )
 from maxtext.hf.layer_rules import (
     HF_LAYER,
@@ -23,69 +30,48 @@ from maxtext.hf.layer_rules import (
     outer_rules,
     stacked_expert_rules,
 )
-from maxtext.hf.rope_parameters import (
-    completed,
-    rope_fields,
-    rope_keys,
-    rope_parameters_by_kind,
-    with_outer_truncate,
-)
+from maxtext.hf.rope_parameters import completed, rope_fields, with_outer_truncate
 from maxtext.hf.rules import Rule
-from maxtext.hf.schema import COUNT, LAYER_FIELDS, NULL, OBJECT, POSITIVE, SIZE, SWITCH, all_of
+from maxtext.hf.schema import COUNT, LAYER_FIELDS, NULL, OBJECT, POSITIVE, SIZE, SWITCH
 from maxtext.models.hf_config import (
-    LayerSpecs,
-    dense_entries,
-    first_rope_entry,
+    every_nth,
+    layer_kinds,
     layer_types,
+    layer_types_entry,
     rope_entries,
+    rope_entry_fields,
+    ropes_by_kind,
+    uniform_rope,
 )
 
 SLIDING_ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
-
-
-def read_gemma(hf_config: Json) -> ModelSettings:
-    rope = uniform_rope(hf_config)
-    if hf_config["hidden_act"] == "gelu":  # as published; its tanh approximation is meant
-        hf_config = hf_config | {"hidden_act": "gelu_pytorch_tanh"}
-    return ModelSettings(dense_keys(hf_config, "gemma") | rope.keys, rope.hf_attributes)
+GEMMA4_ROPES = {
+    "sliding_attention": SLIDING_ROPE,
+    "full_attention": {
+        "rope_type": "proportional",
+        "partial_rotary_factor": 0.25,
+        "rope_theta": 1_000_000.0,
+    },
+}
 
 
 def gemma_rules(config: MaxTextConfig, layers: LayerSpecs) -> list[Rule]:
     return dense_rules(config)
 
 
-def write_gemma(config: MaxTextConfig, layers: LayerSpecs) -> Json:
-    return dense_entries(config, layers) | {"rope_parameters": first_rope_entry(layers)}
+def native_gelu(name: str | None) -> list[str]:
+    """ "gelu", as published, means its tanh approximation."""
+    return [native_activation("gelu_pytorch_tanh" if name == "gelu" else name), "linear"]
 
 
-def capped_keys(hf_config: Json) -> Json:
+def read_softmax_scale(entries: Json) -> ModelSettings:
+    return ModelSettings({}, {"softmax_scale": entries["query_pre_attn_scalar"] ** -0.5})
+
+
+def write_softmax_scale(config: MaxTextConfig, layers: LayerSpecs) -> Json:
     return {
-        "attn_logits_soft_cap": hf_config.get("attn_logit_softcapping"),
-        "final_logits_soft_cap": hf_config["final_logit_softcapping"],
-        "sliding_window_size": window_size(hf_config),
-        "use_post_attn_norm": True,
-        "use_post_ffw_norm": True,
-    }
-
-
-def read_gemma2(hf_config: Json) -> ModelSettings:
-    rope = uniform_rope(hf_config)
-    keys = dense_keys(hf_config, "gemma2") | capped_keys(hf_config) | rope.keys
-    hf_attributes = {
-        "layer_kinds": layer_kinds(hf_config, lambda i: "full" if i % 2 else "sliding"),
-        "softmax_scale": hf_config["query_pre_attn_scalar"] ** -0.5,
-    }
-    return ModelSettings(keys, hf_attributes | rope.hf_attributes)
-
-
-def write_gemma2(config: MaxTextConfig, layers: LayerSpecs) -> Json:
-    return write_gemma(config, layers) | {
-        "hidden_activation": hf_activation(config),
-        "layer_types": layer_types(layers),
-        "sliding_window": config.sliding_window_size,
+        "num_hidden_layers": len(layers),  # Gemma 2's keys count pairs
         "query_pre_attn_scalar": query_pre_attn_scalar(layers[0].attention.scale),
-        "attn_logit_softcapping": config.attn_logits_soft_cap or None,
-        "final_logit_softcapping": config.final_logits_soft_cap or None,
     }
 
 
@@ -103,53 +89,38 @@ def sandwich_rules(config: MaxTextConfig, layers: LayerSpecs) -> list[Rule]:
     return outer_rules() + norm_rules(SANDWICH_NORMS) + attention_rules(config) + mlp_rules()
 
 
-def read_gemma3(hf_config: Json) -> ModelSettings:
-    parameters = rope_parameters_by_kind(hf_config, local_theta=hf_config["rope_local_base_freq"])
-    full = rope_fields(hf_config, parameters["full_attention"])
-    sliding = rope_fields(hf_config, parameters["sliding_attention"])
-    pattern = hf_config["sliding_window_pattern"]
-    keys = dense_keys(hf_config, "gemma3") | capped_keys(hf_config) | rope_keys(full)
-    if sliding["max_timescale"].is_integer():
-        keys["local_rope_max_timescale"] = int(sliding["max_timescale"])
-    hf_attributes = {
-        "layer_kinds": layer_kinds(hf_config, lambda i: "sliding" if (i + 1) % pattern else "full"),
-        "softmax_scale": hf_config["query_pre_attn_scalar"] ** -0.5,
-        "rope": {"full": full, "sliding": sliding},
-    }
-    return ModelSettings(keys, hf_attributes)
+def read_gemma3_ropes(entries: Json) -> ModelSettings:
+    settings = ropes_by_kind(entries, local_theta=entries["rope_local_base_freq"])
+    theta = settings.hf_attributes["rope"]["sliding"]["max_timescale"]
+    if theta.is_integer():
+        settings.keys["local_rope_max_timescale"] = int(theta)
+    return settings
 
 
-def write_gemma3(config: MaxTextConfig, layers: LayerSpecs) -> Json:
-    return write_gemma2(config, layers) | {"rope_parameters": rope_entries(layers, SLIDING_ROPE)}
+def write_ropes(config: MaxTextConfig, layers: LayerSpecs) -> Json:
+    return {"rope_parameters": rope_entries(layers, SLIDING_ROPE)}
 
 
-def read_gemma4(hf_config: Json) -> ModelSettings:
-    kinds = layer_kinds(hf_config, lambda i: "sliding" if (i + 1) % 6 else "full") or []
+def read_gemma4_layers(entries: Json) -> ModelSettings:
+    kinds = layer_kinds(entries, every_nth(6, "full"))
     kinds[-1] = "full"
-    shared_kv = hf_config["attention_k_eq_v"]
-    global_layer = global_layer_config(hf_config, kinds, shared_kv)
-    parameters = gemma4_rope_parameters(hf_config)
-    full = rope_fields(hf_config, parameters["full_attention"])
-    sliding = rope_fields(hf_config, parameters["sliding_attention"])
-    keys = dense_keys(hf_config, "gemma4") | capped_keys(hf_config)
-    keys |= {
-        "global_head_dim": global_layer.get("head_dim", keys["head_dim"]),
-        "global_num_kv_heads": global_layer.get("num_key_value_heads", keys["base_num_kv_heads"]),
+    shared_kv = entries["attention_k_eq_v"]
+    global_layer = global_layer_config(entries, kinds, shared_kv)
+    parameters = gemma4_rope_parameters(entries)
+    full = rope_fields(entries, parameters["full_attention"])
+    sliding = rope_fields(entries, parameters["sliding_attention"])
+    keys = {
+        "global_head_dim": global_layer.get("head_dim", entries["head_dim"]),
+        "global_num_kv_heads": global_layer.get(
+            "num_key_value_heads", entries["num_key_value_heads"]
+        ),
         "share_kv_projections": shared_kv,
-        "v_norm_with_scale": False,
         "global_rope_proportion": full["fraction"],
         "local_rope_proportion": sliding["fraction"],
     }
     for name, fields in (("global", full), ("local", sliding)):
         if fields["max_timescale"].is_integer():
             keys[f"{name}_rope_max_timescale"] = int(fields["max_timescale"])
-    if hf_config["enable_moe_block"]:
-        keys |= {
-            "num_experts": hf_config["num_experts"],
-            "num_experts_per_tok": hf_config["top_k_experts"],
-            "base_moe_mlp_dim": hf_config["moe_intermediate_size"],
-            "shared_experts": 1,
-        }
     return ModelSettings(keys, {"layer_kinds": kinds, "rope": {"full": full, "sliding": sliding}})
 
 
@@ -190,23 +161,37 @@ def global_layer_config(hf_config: Json, kinds: list[str], shared_kv: bool) -> J
     return of_global[0]
 
 
-def write_gemma4(config: MaxTextConfig, layers: LayerSpecs) -> Json:
-    experts = config.num_experts > 1
-    return dense_entries(config, layers) | {
-        "hidden_activation": hf_activation(config),
-        "hidden_size_per_layer_input": 0,
-        "vocab_size_per_layer_input": config.vocab_size,
-        "layer_types": layer_types(layers),
-        "sliding_window": config.sliding_window_size,
-        "final_logit_softcapping": config.final_logits_soft_cap or None,
+def write_gemma4_layers(config: MaxTextConfig, layers: LayerSpecs) -> Json:
+    return write_ropes(config, layers) | {
+        "layer_types": layer_types_entry(layers),
         "global_head_dim": config.global_head_dim or config.head_dim,
         "num_global_key_value_heads": config.global_num_kv_heads or config.num_kv_heads,
         "attention_k_eq_v": config.share_kv_projections,
+    }
+
+
+def read_gemma4_experts(entries: Json) -> ModelSettings:
+    if not entries["enable_moe_block"]:
+        return ModelSettings({})
+    return ModelSettings(
+        {
+            "num_experts": entries["num_experts"],
+            "num_experts_per_tok": entries["top_k_experts"],
+            "base_moe_mlp_dim": entries["moe_intermediate_size"],
+            "shared_experts": 1,
+        }
+    )
+
+
+def write_gemma4_experts(config: MaxTextConfig, layers: LayerSpecs) -> Json:
+    experts = config.num_experts > 1
+    return {
         "enable_moe_block": experts,
         "num_experts": config.num_experts if experts else None,
         "top_k_experts": config.num_experts_per_tok if experts else None,
         "moe_intermediate_size": config.moe_mlp_dim if experts else None,
-        "rope_parameters": rope_entries(layers, SLIDING_ROPE),
+        "vocab_size_per_layer_input": config.vocab_size,
+        "hidden_size_per_layer_input": 0,
     }
 
 
@@ -237,138 +222,160 @@ def gemma4_rules(config: MaxTextConfig, layers: LayerSpecs) -> list[Rule]:
     ]
 
 
-GEMMA_DEFAULTS = {
-    "head_dim": 256,
-    "hidden_act": "gelu_pytorch_tanh",
-    "tie_word_embeddings": True,
-    "attention_bias": False,
-}
-# Those of Gemma 2 to 4.
-NEWER_DEFAULTS = GEMMA_DEFAULTS | {
-    "hidden_activation": "gelu_pytorch_tanh",  # hidden_act has no effect
-    "layer_types": None,
-    "final_logit_softcapping": None,
-}
+def cap_field(hf: str, key: str, default: float | None) -> Field:
+    return Field(hf, key, default, to_native=optional, to_hf=or_null, kind=POSITIVE | NULL)
+
+
 # "vision" concerns images only.
-SUPPORTED = {"use_bidirectional_attention": (None, False, "vision")}
-GEMMA4_ROPES = {
-    "sliding_attention": SLIDING_ROPE,
-    "full_attention": {
-        "rope_type": "proportional",
-        "partial_rotary_factor": 0.25,
-        "rope_theta": 1_000_000.0,
-    },
-}
+CAUSAL = Field("use_bidirectional_attention", supported=(None, False, "vision"))
+# Those of Gemma 2 to 4, of which hidden_act has no effect.
+NEWER_FIELDS = (
+    Field("hidden_act", default="gelu_pytorch_tanh"),
+    replace(
+        activation_field("hidden_activation", "gelu_pytorch_tanh"),
+        null=lambda entries: entries["hidden_act"],
+    ),
+    ATTENTION_BIAS,
+    CAUSAL,
+)
+NEWER_KEYS = {"use_post_attn_norm": True, "use_post_ffw_norm": True}
 
 GEMMA = HfMapping(
     architectures=("GemmaForCausalLM",),
     model_type="gemma",
-    read=read_gemma,
-    write=write_gemma,
-    rules=gemma_rules,
-    defaults=size_defaults(
-        vocab_size=256_000,
-        hidden_size=3072,
-        intermediate_size=24_576,
-        num_hidden_layers=28,
-        num_attention_heads=16,
-        max_position_embeddings=8192,
-        **GEMMA_DEFAULTS,
-        num_key_value_heads=16,
+    keys=dense_keys("gemma"),
+    fields=(
+        *dense_fields(
+            vocab_size=256_000,
+            hidden_size=3072,
+            intermediate_size=24_576,
+            num_hidden_layers=28,
+            num_attention_heads=16,
+            max_position_embeddings=8192,
+            num_key_value_heads=16,
+            head_dim=256,
+            tie_word_embeddings=True,
+        ),
+        replace(activation_field(default="gelu_pytorch_tanh"), to_native=native_gelu),
+        ATTENTION_BIAS,
+        CAUSAL,
+        uniform_rope(),
     ),
-    supported=SUPPORTED,
+    rules=gemma_rules,
 )
 GEMMA2 = HfMapping(
     architectures=("Gemma2ForCausalLM",),
     model_type="gemma2",
-    read=read_gemma2,
-    write=write_gemma2,
+    keys=dense_keys("gemma2", **NEWER_KEYS),
+    fields=(
+        *dense_fields(
+            vocab_size=256_000,
+            hidden_size=2304,
+            intermediate_size=9216,
+            num_hidden_layers=26,
+            num_attention_heads=8,
+            max_position_embeddings=8192,
+            num_key_value_heads=4,
+            head_dim=256,
+            tie_word_embeddings=True,
+        ),
+        *NEWER_FIELDS,
+        window_field(4096),
+        cap_field("attn_logit_softcapping", "attn_logits_soft_cap", 50.0),
+        cap_field("final_logit_softcapping", "final_logits_soft_cap", 30.0),
+        layer_types(every_nth(2, "full")),
+        uniform_rope(),
+        FieldGroup(
+            (Field("query_pre_attn_scalar", default=256, kind=SIZE),),
+            read_softmax_scale,
+            write_softmax_scale,
+        ),
+    ),
     rules=sandwich_rules,
-    defaults=size_defaults(
-        vocab_size=256_000,
-        hidden_size=2304,
-        intermediate_size=9216,
-        num_hidden_layers=26,
-        num_attention_heads=8,
-        max_position_embeddings=8192,
-        **NEWER_DEFAULTS,
-        num_key_value_heads=4,
-        sliding_window=4096,
-        query_pre_attn_scalar=256,
-        attn_logit_softcapping=50.0,
-    )
-    | {"final_logit_softcapping": 30.0},
-    supported=SUPPORTED,
-    fields={
-        **all_of(SIZE, "query_pre_attn_scalar"),
-        **all_of(POSITIVE | NULL, "attn_logit_softcapping", "final_logit_softcapping"),
-    },
 )
 GEMMA3 = HfMapping(
     architectures=("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
     model_type="gemma3_text",
-    read=read_gemma3,
-    write=write_gemma3,
-    rules=sandwich_rules,
-    defaults=size_defaults(
-        vocab_size=262_208,
-        hidden_size=2304,
-        intermediate_size=9216,
-        num_hidden_layers=26,
-        num_attention_heads=8,
-        max_position_embeddings=131_072,
-        **NEWER_DEFAULTS,
-        num_key_value_heads=4,
-        sliding_window=4096,
-        query_pre_attn_scalar=256,
-        rope_theta=1_000_000.0,
-        rope_local_base_freq=10_000.0,
-        sliding_window_pattern=6,
+    keys=dense_keys("gemma3", **NEWER_KEYS),
+    fields=(
+        *dense_fields(
+            vocab_size=262_208,
+            hidden_size=2304,
+            intermediate_size=9216,
+            num_hidden_layers=26,
+            num_attention_heads=8,
+            max_position_embeddings=131_072,
+            num_key_value_heads=4,
+            head_dim=256,
+            tie_word_embeddings=True,
+        ),
+        *NEWER_FIELDS,
+        window_field(4096),
+        cap_field("final_logit_softcapping", "final_logits_soft_cap", None),
+        layer_types(
+            every_nth("sliding_window_pattern", "full"),
+            Field("sliding_window_pattern", default=6, kind=SIZE),
+        ),
+        FieldGroup(
+            (
+                *rope_entry_fields(rope_theta=1_000_000.0),
+                Field("rope_local_base_freq", default=10_000.0, kind=POSITIVE | NULL),
+            ),
+            read_gemma3_ropes,
+            write_ropes,
+        ),
+        FieldGroup(
+            (Field("query_pre_attn_scalar", default=256, kind=SIZE),),
+            read_softmax_scale,
+            write_softmax_scale,
+        ),
     ),
-    supported=SUPPORTED,
-    fields={
-        **all_of(SIZE, "sliding_window_pattern"),
-        **all_of(POSITIVE | NULL, "rope_local_base_freq"),
-    },
+    rules=sandwich_rules,
 )
 GEMMA4 = HfMapping(
     architectures=("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"),
     model_type="gemma4_text",
-    read=read_gemma4,
-    write=write_gemma4,
-    rules=gemma4_rules,
-    defaults=size_defaults(
-        vocab_size=262_144,
-        hidden_size=2304,
-        intermediate_size=9216,
-        num_hidden_layers=30,
-        num_attention_heads=8,
-        max_position_embeddings=131_072,
-        **NEWER_DEFAULTS,
-        num_key_value_heads=4,
-        sliding_window=512,
-        global_head_dim=512,
-        hidden_size_per_layer_input=256,
-        rope_theta=None,
-        num_global_key_value_heads=None,
-        attention_k_eq_v=False,
-        enable_moe_block=False,
-        num_experts=None,
-        top_k_experts=None,
-        moe_intermediate_size=None,
-        per_layer_config=None,
+    keys=dense_keys("gemma4", v_norm_with_scale=False, **NEWER_KEYS),
+    fields=(
+        *dense_fields(
+            vocab_size=262_144,
+            hidden_size=2304,
+            intermediate_size=9216,
+            num_hidden_layers=30,
+            num_attention_heads=8,
+            max_position_embeddings=131_072,
+            num_key_value_heads=4,
+            head_dim=256,
+            tie_word_embeddings=True,
+        ),
+        *NEWER_FIELDS,
+        window_field(512),
+        cap_field("final_logit_softcapping", "final_logits_soft_cap", None),
+        FieldGroup(
+            (
+                *rope_entry_fields(rope_theta=None),
+                Field("layer_types"),
+                Field("global_head_dim", default=512, kind=SIZE),
+                Field("num_global_key_value_heads", kind=SIZE | NULL),
+                Field("attention_k_eq_v", default=False, kind=SWITCH | NULL),
+                Field("per_layer_config", kind=OBJECT),
+            ),
+            read_gemma4_layers,
+            write_gemma4_layers,
+        ),
+        FieldGroup(
+            (
+                Field("enable_moe_block", default=False, kind=SWITCH | NULL),
+                Field("num_experts"),
+                Field("top_k_experts", kind=SIZE | NULL),
+                Field("moe_intermediate_size"),
+            ),
+            read_gemma4_experts,
+            write_gemma4_experts,
+        ),
+        Field("hidden_size_per_layer_input", default=256, supported=(0,), kind=COUNT | NULL),
+        Field("num_kv_shared_layers", supported=(0,), kind=COUNT | NULL),
+        Field("use_double_wide_mlp", supported=(False,)),
     ),
-    supported=SUPPORTED
-    | {
-        "hidden_size_per_layer_input": (0,),
-        "num_kv_shared_layers": (0,),
-        "use_double_wide_mlp": (False,),
-    },
-    fields={
-        **all_of(SIZE, "global_head_dim"),
-        **all_of(SIZE | NULL, "num_global_key_value_heads", "top_k_experts"),
-        **all_of(COUNT | NULL, "hidden_size_per_layer_input", "num_kv_shared_layers"),
-        **all_of(SWITCH | NULL, "attention_k_eq_v", "enable_moe_block"),
-        **all_of(OBJECT, "per_layer_config"),
-    },
+    rules=gemma4_rules,
 )

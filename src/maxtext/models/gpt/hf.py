@@ -1,59 +1,36 @@
 """GPT-2 in Hugging Face folders; GPT-3 has the same layers."""
 
+from collections.abc import Sequence
+
 from maxtext.common.errors import UserError
 from maxtext.configs.types import MaxTextConfig
 from maxtext.hf.config_json import (
+    Field,
+    FieldGroup,
     HfMapping,
     Json,
+    LayerSpecs,
     ModelSettings,
     hf_activation,
     native_activation,
+    switch,
 )
 from maxtext.hf.rules import Rule
-from maxtext.hf.schema import LAYERS, NULL, POSITIVE, SIZE, TEXT, all_of
-from maxtext.models.hf_config import LayerSpecs
+from maxtext.hf.schema import LAYERS, NULL, POSITIVE, SIZE, TEXT
 
 
-def read_gpt2(hf_config: Json) -> ModelSettings:
-    embed_dim, heads = hf_config["n_embd"], hf_config["n_head"]
-    keys = {
-        "decoder_block": "gpt3",
-        "base_emb_dim": embed_dim,
-        "base_num_query_heads": heads,
-        "base_num_kv_heads": heads,
-        "head_dim": embed_dim // heads,
-        "base_mlp_dim": hf_config["n_inner"] or 4 * embed_dim,
-        "base_num_decoder_layers": hf_config["n_layer"],
-        "vocab_size": hf_config["vocab_size"],
-        "mlp_activations": [native_activation(hf_config["activation_function"])],
-        "normalization_layer_epsilon": hf_config["layer_norm_epsilon"],
-        "trainable_position_size": hf_config["n_positions"],
-        "logits_via_embedding": hf_config["tie_word_embeddings"],
-        "normalize_embedding_logits": False,
-        "fused_qkv": True,
-        "enable_dropout": False,
-    }
-    return ModelSettings(keys)
-
-
-def write_gpt2(config: MaxTextConfig, layers: LayerSpecs) -> Json:
-    name = hf_activation(config)
+def check_heads(config: MaxTextConfig, layers: LayerSpecs) -> Json:
     if config.num_query_heads * config.head_dim != config.emb_dim:
         raise UserError(
             f"GPT-2's heads are as wide as the model together: head_dim={config.head_dim} must be "
             f"{config.emb_dim} / {config.num_query_heads}"
         )
-    return {
-        "n_embd": config.emb_dim,
-        "n_head": config.num_query_heads,
-        "n_inner": config.mlp_dim,
-        "n_layer": config.num_decoder_layers,
-        "n_positions": config.trainable_position_size,
-        "vocab_size": config.vocab_size,
-        "activation_function": "gelu_new" if name == "gelu_pytorch_tanh" else name,
-        "layer_norm_epsilon": config.normalization_layer_epsilon,
-        "tie_word_embeddings": config.logits_via_embedding,
-    }
+    return {}
+
+
+def hf_gelu(mlp_activations: Sequence[str]) -> str:
+    name = hf_activation(mlp_activations)
+    return "gelu_new" if name == "gelu_pytorch_tanh" else name
 
 
 def gpt2_rules(config: MaxTextConfig, layers: LayerSpecs) -> list[Rule]:
@@ -94,39 +71,57 @@ def gpt2_rules(config: MaxTextConfig, layers: LayerSpecs) -> list[Rule]:
 GPT2 = HfMapping(
     architectures=("GPT2LMHeadModel",),
     model_type="gpt2",
-    read=read_gpt2,
-    write=write_gpt2,
+    keys={
+        "decoder_block": "gpt3",
+        "normalize_embedding_logits": False,
+        "fused_qkv": True,
+        "enable_dropout": False,
+    },
+    fields=(
+        Field("vocab_size", "vocab_size", 50_257),
+        Field("n_embd", "base_emb_dim", 768, kind=SIZE, aliases=("hidden_size",)),
+        Field(
+            "n_head",
+            ("base_num_kv_heads", "base_num_query_heads"),
+            12,
+            kind=SIZE,
+            aliases=("num_attention_heads",),
+        ),
+        Field(
+            "n_layer", "base_num_decoder_layers", 12, kind=LAYERS, aliases=("num_hidden_layers",)
+        ),
+        Field(
+            "n_inner", "base_mlp_dim", null=lambda entries: 4 * entries["n_embd"], kind=SIZE | NULL
+        ),
+        Field(
+            "n_positions",
+            "trainable_position_size",
+            1024,
+            kind=SIZE,
+            aliases=("max_position_embeddings",),
+        ),
+        Field(
+            "activation_function",
+            "mlp_activations",
+            "gelu_new",
+            to_native=lambda name: [native_activation(name)],
+            to_hf=hf_gelu,
+            kind=TEXT | NULL,
+        ),
+        Field("layer_norm_epsilon", "normalization_layer_epsilon", 1e-5, kind=POSITIVE),
+        switch("tie_word_embeddings", "logits_via_embedding", True),
+        FieldGroup(
+            read=lambda entries: ModelSettings(
+                {"head_dim": entries["n_embd"] // entries["n_head"]}
+            ),
+            write=check_heads,
+        ),
+        Field("scale_attn_weights", supported=(True,)),
+        Field("scale_attn_by_inverse_layer_idx", supported=(False,)),
+        Field("add_cross_attention", supported=(False,)),
+    ),
     rules=gpt2_rules,
     ignored=(r".*\.attn\.(masked_)?bias",),
-    defaults={
-        "vocab_size": 50_257,
-        "n_embd": 768,
-        "n_head": 12,
-        "n_layer": 12,
-        "n_inner": None,
-        "n_positions": 1024,
-        "activation_function": "gelu_new",
-        "layer_norm_epsilon": 1e-5,
-        "tie_word_embeddings": True,
-    },
-    supported={
-        "scale_attn_weights": (True,),
-        "scale_attn_by_inverse_layer_idx": (False,),
-        "add_cross_attention": (False,),
-    },
-    aliases={
-        "hidden_size": "n_embd",
-        "max_position_embeddings": "n_positions",
-        "num_attention_heads": "n_head",
-        "num_hidden_layers": "n_layer",
-    },
-    fields={
-        **all_of(SIZE, "n_embd", "n_head", "n_positions"),
-        **all_of(LAYERS, "n_layer"),
-        **all_of(SIZE | NULL, "n_inner"),
-        **all_of(POSITIVE, "layer_norm_epsilon"),
-        **all_of(TEXT | NULL, "activation_function"),
-    },
     base_prefix="transformer.",
     embedding="transformer.wte.weight",
 )

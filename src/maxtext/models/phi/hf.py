@@ -5,22 +5,26 @@ gate and up.
 from maxtext.common.errors import UserError
 from maxtext.configs.types import MaxTextConfig
 from maxtext.hf.config_json import (
+    Field,
+    FieldGroup,
     HfMapping,
     Json,
+    LayerSpecs,
     ModelSettings,
+    dense_fields,
     dense_keys,
-    size_defaults,
-    window_size,
+    or_null,
+    window_field,
 )
 from maxtext.hf.layer_rules import HF_LAYER, PRE_NORMS, norm_rules, outer_rules
-from maxtext.hf.rope_parameters import rope_fields, rope_keys, rope_parameters
+from maxtext.hf.rope_parameters import rope_fields, rope_parameters
 from maxtext.hf.rules import Rule
-from maxtext.hf.schema import SIZE, all_of
-from maxtext.models.hf_config import LayerSpecs, dense_entries, first_rope_entry
+from maxtext.hf.schema import SIZE
+from maxtext.models.hf_config import first_rope, rope_entry, rope_entry_fields, rope_settings
 
 
-def read_phi3(hf_config: Json) -> ModelSettings:
-    parameters = rope_parameters(hf_config)
+def read_phi3_rope(entries: Json) -> ModelSettings:
+    parameters = rope_parameters(entries)
     if parameters["rope_type"] in ("su", "yarn"):  # former names of the same scaling
         parameters = parameters | {"rope_type": "longrope"}
     if parameters["rope_type"] not in ("default", "longrope"):
@@ -28,21 +32,16 @@ def read_phi3(hf_config: Json) -> ModelSettings:
             f"config.json: rope_type={parameters['rope_type']!r} is not supported: Phi-3 has "
             "default and longrope"
         )
-    rope = rope_fields(hf_config, parameters, partial=True)
-    keys = dense_keys(hf_config, "phi3") | rope_keys(rope)
-    return ModelSettings(
-        keys | {"sliding_window_size": window_size(hf_config)}, {"rope": {"all": rope}}
-    )
+    return rope_settings(rope_fields(entries, parameters, partial=True))
 
 
-def write_phi3(config: MaxTextConfig, layers: LayerSpecs) -> Json:
-    rope = layers[0].attention.rope
-    entries = dense_entries(config, layers) | {
-        "rope_parameters": first_rope_entry(layers),
-        "sliding_window": config.sliding_window_size or None,
+def write_phi3_rope(config: MaxTextConfig, layers: LayerSpecs) -> Json:
+    rope = first_rope(layers)
+    entries: Json = {
+        "rope_parameters": rope_entry(rope),
         "pad_token_id": None,  # the default of the class may be beyond a smaller vocabulary
     }
-    if rope.kind == "longrope":
+    if rope and rope.kind == "longrope":
         entries["original_max_position_embeddings"] = rope.original_length
     return entries
 
@@ -65,19 +64,20 @@ def phi3_rules(config: MaxTextConfig, layers: LayerSpecs) -> list[Rule]:
 PHI3 = HfMapping(
     architectures=("Phi3ForCausalLM",),
     model_type="phi3",
-    read=read_phi3,
-    write=write_phi3,
-    rules=phi3_rules,
-    defaults=size_defaults(
-        vocab_size=32_064,
-        hidden_size=3072,
-        intermediate_size=8192,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        max_position_embeddings=4096,
-        rms_norm_eps=1e-5,
-        original_max_position_embeddings=4096,
-        sliding_window=None,
+    keys=dense_keys("phi3"),
+    fields=(
+        *dense_fields(
+            vocab_size=32_064,
+            hidden_size=3072,
+            intermediate_size=8192,
+            num_hidden_layers=32,
+            num_attention_heads=32,
+            max_position_embeddings=4096,
+            rms_norm_eps=1e-5,
+        ),
+        window_field(None, to_hf=or_null),
+        FieldGroup(rope_entry_fields(), read_phi3_rope, write_phi3_rope),
+        Field("original_max_position_embeddings", default=4096, kind=SIZE),
     ),
-    fields=all_of(SIZE, "original_max_position_embeddings"),
+    rules=phi3_rules,
 )

@@ -1,14 +1,20 @@
 """Qwen 2.5, 3, 3 with experts, 3-Next and 3.5 in Hugging Face folders: the text models."""
 
+from dataclasses import replace
+
 from maxtext.configs.types import MaxTextConfig
 from maxtext.hf.config_json import (
+    ATTENTION_BIAS,
+    Field,
+    FieldGroup,
     HfMapping,
     Json,
+    LayerSpecs,
     ModelSettings,
+    activation_field,
+    dense_fields,
     dense_keys,
-    layer_kinds,
-    size_defaults,
-    uniform_rope,
+    switch,
     window_size,
 )
 from maxtext.hf.layer_rules import (
@@ -23,111 +29,64 @@ from maxtext.hf.layer_rules import (
     outer_rules,
 )
 from maxtext.hf.rules import Rule
-from maxtext.hf.schema import COUNT, NULL, SIZE, SWITCH, all_of, list_of
+from maxtext.hf.schema import COUNT, NULL, SIZE, SWITCH, list_of
 from maxtext.models.hf_config import (
-    LayerSpecs,
-    dense_entries,
-    first_rope_entry,
+    every_nth,
     has_experts,
+    layer_kinds,
     layer_types,
-    rope_entry,
+    layer_types_entry,
+    uniform_rope,
 )
 
 
-def sliding_window(hf_config: Json) -> int:
+def used_window(entries: Json) -> int:
     """The window of a model that uses it, else 0."""
-    return window_size(hf_config) if hf_config["use_sliding_window"] else 0
+    return window_size(entries["sliding_window"]) if entries["use_sliding_window"] else 0
 
 
-def read_shared(hf_config: Json, block: str) -> ModelSettings:
-    rope = uniform_rope(hf_config)
-    keys = dense_keys(hf_config, block) | rope.keys
-    return ModelSettings(
-        keys | {"sliding_window_size": sliding_window(hf_config)}, rope.hf_attributes
-    )
+def read_windows(entries: Json) -> ModelSettings:
+    window, last = used_window(entries), entries["max_window_layers"]
+    kinds = layer_kinds(entries, lambda i, _: "sliding" if window and i >= last else "full")
+    return ModelSettings({"sliding_window_size": window}, {"layer_kinds": kinds})
 
 
-def read_dense(hf_config: Json, block: str) -> ModelSettings:
-    settings = read_shared(hf_config, block)
-    last = hf_config["max_window_layers"]
-    settings.hf_attributes["layer_kinds"] = layer_kinds(
-        hf_config, lambda i: "sliding" if sliding_window(hf_config) and i >= last else "full"
-    )
-    return settings
+def write_windows(config: MaxTextConfig, layers: LayerSpecs) -> Json:
+    return write_window(config, layers) | {"layer_types": layer_types_entry(layers)}
 
 
-def read_qwen2(hf_config: Json) -> ModelSettings:
-    settings = read_dense(hf_config, "qwen2")
-    settings.keys["attention_bias"] = True
-    return settings
+def read_window(entries: Json) -> ModelSettings:
+    window = used_window(entries)
+    kinds = ["sliding" if window else "full"] * entries["num_hidden_layers"]
+    return ModelSettings({"sliding_window_size": window}, {"layer_kinds": kinds})
 
 
-def write_qwen2(config: MaxTextConfig, layers: LayerSpecs) -> Json:
-    entries = write_qwen3(config, layers)
-    del entries["attention_bias"]
-    return entries
-
-
-def read_qwen3(hf_config: Json) -> ModelSettings:
-    settings = read_dense(hf_config, "qwen3")
-    settings.keys["use_qk_norm"] = True
-    return settings
-
-
-def write_qwen3(config: MaxTextConfig, layers: LayerSpecs) -> Json:
+def write_window(config: MaxTextConfig, layers: LayerSpecs) -> Json:
     slides = config.sliding_window_size > 0
-    return dense_entries(config, layers) | {
-        "rope_parameters": first_rope_entry(layers),
-        "layer_types": layer_types(layers),
+    return {
         "use_sliding_window": slides,
         "sliding_window": config.sliding_window_size if slides else None,
         "max_window_layers": len(layers),
     }
 
 
-def expert_keys(hf_config: Json) -> Json:
-    return {
-        "base_moe_mlp_dim": hf_config["moe_intermediate_size"],
-        "num_experts": hf_config["num_experts"],
-        "num_experts_per_tok": hf_config["num_experts_per_tok"],
-        "norm_topk_prob": hf_config.get("norm_topk_prob", True),
-    }
-
-
-def sparse_layers(hf_config: Json) -> list[bool]:
-    step = hf_config.get("decoder_sparse_step", 1)
-    dense_layers = hf_config.get("mlp_only_layers") or []
-    return [
-        i not in dense_layers and (i + 1) % step == 0 for i in range(hf_config["num_hidden_layers"])
-    ]
-
-
-def read_qwen3_moe(hf_config: Json) -> ModelSettings:
-    settings = read_shared(hf_config, "qwen3_moe")
-    settings.keys |= expert_keys(hf_config) | {"use_qk_norm": True}
-    kind = "sliding" if sliding_window(hf_config) else "full"
-    settings.hf_attributes |= {
-        "layer_kinds": [kind] * hf_config["num_hidden_layers"],
-        "moe_layers": sparse_layers(hf_config),
-    }
-    return settings
+def read_experts(entries: Json) -> ModelSettings:
+    step, dense_layers = entries["decoder_sparse_step"], entries["mlp_only_layers"] or []
+    count = entries["num_hidden_layers"]
+    sparse = [i not in dense_layers and (i + 1) % step == 0 for i in range(count)]
+    return ModelSettings({}, {"moe_layers": sparse})
 
 
 def write_experts(config: MaxTextConfig, layers: LayerSpecs) -> Json:
     return {
-        "moe_intermediate_size": config.moe_mlp_dim,
-        "num_experts": config.num_experts,
-        "num_experts_per_tok": config.num_experts_per_tok,
-        "norm_topk_prob": config.norm_topk_prob,
         "decoder_sparse_step": 1,
         "mlp_only_layers": [i for i, layer in enumerate(layers) if not has_experts(layer)],
     }
 
 
-def write_qwen3_moe(config: MaxTextConfig, layers: LayerSpecs) -> Json:
-    entries = write_qwen3(config, layers) | write_experts(config, layers)
-    del entries["layer_types"]
-    return entries
+def write_shared_expert(config: MaxTextConfig, layers: LayerSpecs) -> Json:
+    shared = [layer.mlp.shared for layer in layers if getattr(layer.mlp, "shared", None)]
+    return {"shared_expert_intermediate_size": shared[0].hidden_dim if shared else 0}
 
 
 def qwen_dense_rules(config: MaxTextConfig, layers: LayerSpecs) -> list[Rule]:
@@ -146,66 +105,6 @@ def moe_rules() -> list[Rule]:
         *mlp_rules(f"{mlp}shared_expert.", f"{native}shared/"),
         Rule(f"{mlp}shared_expert_gate.weight", f"{native}shared_gate/weight", "n e -> e n"),
     ]
-
-
-def read_delta_net(hf_config: Json, block: str) -> ModelSettings:
-    rope = uniform_rope(hf_config, partial=True)
-    keys = dense_keys(hf_config, block) | rope.keys
-    keys |= {
-        "gdn_conv_kernel_dim": hf_config["linear_conv_kernel_dim"],
-        "gdn_key_head_dim": hf_config["linear_key_head_dim"],
-        "gdn_value_head_dim": hf_config["linear_value_head_dim"],
-        "gdn_num_key_heads": hf_config["linear_num_key_heads"],
-        "gdn_num_value_heads": hf_config["linear_num_value_heads"],
-    }
-    interval = hf_config["full_attention_interval"]
-    return ModelSettings(
-        keys,
-        {
-            "layer_kinds": layer_kinds(
-                hf_config, lambda i: "linear" if (i + 1) % interval else "full"
-            )
-        }
-        | rope.hf_attributes,
-    )
-
-
-def read_delta_net_moe(hf_config: Json, block: str) -> ModelSettings:
-    settings = read_delta_net(hf_config, block)
-    settings.keys |= expert_keys(hf_config) | {"shared_experts": 1}
-    settings.hf_attributes |= {
-        "shared_expert_dim": hf_config["shared_expert_intermediate_size"],
-        "moe_layers": sparse_layers(hf_config),
-    }
-    return settings
-
-
-def write_delta_net(config: MaxTextConfig, layers: LayerSpecs) -> Json:
-    attending = next(
-        (layer.attention for layer in layers if hasattr(layer.attention, "rope")), None
-    )
-    return dense_entries(config, layers) | {
-        "linear_conv_kernel_dim": config.gdn_conv_kernel_dim,
-        "linear_key_head_dim": config.gdn_key_head_dim,
-        "linear_value_head_dim": config.gdn_value_head_dim,
-        "linear_num_key_heads": config.gdn_num_key_heads,
-        "linear_num_value_heads": config.gdn_num_value_heads,
-        "layer_types": layer_types(layers),
-        # Without partial_rotary_factor, a quarter of each head would rotate.
-        "rope_parameters": {"partial_rotary_factor": attending.rope.fraction}
-        | rope_entry(attending.rope)
-        if attending
-        else None,
-    }
-
-
-def write_delta_net_moe(config: MaxTextConfig, layers: LayerSpecs) -> Json:
-    shared = [layer.mlp.shared for layer in layers if getattr(layer.mlp, "shared", None)]
-    return (
-        write_delta_net(config, layers)
-        | write_experts(config, layers)
-        | {"shared_expert_intermediate_size": shared[0].hidden_dim if shared else 0}
-    )
 
 
 def delta_net_rules(
@@ -286,171 +185,193 @@ def qwen3_5_rules(config: MaxTextConfig, layers: LayerSpecs) -> list[Rule]:
     )
 
 
-DELTA_NET_DEFAULTS = {
-    "attention_bias": False,
-    "layer_types": None,
-    "full_attention_interval": 4,
-    "partial_rotary_factor": 0.25,
-    "head_dim": 256,
-    "linear_conv_kernel_dim": 4,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 32,
-    "moe_intermediate_size": 512,
-    "shared_expert_intermediate_size": 512,
-}
-DENSE_FIELDS = {
-    **all_of(COUNT, "max_window_layers"),
-    **all_of(SWITCH | NULL, "use_sliding_window"),
-}
-MOE_FIELDS = {
-    **all_of(SIZE, "decoder_sparse_step"),
-    **all_of(list_of(COUNT, "whole numbers") | NULL, "mlp_only_layers"),
-}
-DELTA_NET_FIELDS = {
-    **all_of(SIZE, "linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim"),
-    **all_of(SIZE, "linear_num_key_heads", "linear_num_value_heads", "full_attention_interval"),
-    **all_of(SIZE | NULL, "shared_expert_intermediate_size"),
-}
-# Gated DeltaNets apply it to their convolutions and gates, too.
-DELTA_NET_SUPPORTED = {"hidden_act": ("silu", "swish")}
+WINDOW_FIELDS = (
+    Field("use_sliding_window", default=False, kind=SWITCH | NULL),
+    Field("sliding_window", default=4096),
+)
+# Windows by layer_types, from max_window_layers on, or in all layers.
+WINDOWS = FieldGroup(
+    (
+        *WINDOW_FIELDS,
+        Field("max_window_layers", default=28, kind=COUNT),
+        Field("layer_types"),
+    ),
+    read_windows,
+    write_windows,
+)
+WINDOW = FieldGroup(WINDOW_FIELDS, read_window, write_window)
+SPARSE_LAYERS = FieldGroup(
+    (
+        Field("decoder_sparse_step", default=1, kind=SIZE),
+        Field("mlp_only_layers", kind=list_of(COUNT, "whole numbers") | NULL),
+    ),
+    read_experts,
+    write_experts,
+)
+
+
+def expert_fields(
+    num_experts: int, num_experts_per_tok: int, *, dim: int, aliases: tuple[str, ...] = ()
+) -> tuple[Field, ...]:
+    return (
+        Field("num_experts", "num_experts", num_experts, aliases=aliases),
+        Field("num_experts_per_tok", "num_experts_per_tok", num_experts_per_tok),
+        Field("moe_intermediate_size", "base_moe_mlp_dim", dim),
+    )
+
+
+DELTA_NET_FIELDS = (
+    ATTENTION_BIAS,
+    # Gated DeltaNets apply it to their convolutions and gates, too.
+    replace(activation_field(), supported=("silu", "swish")),
+    uniform_rope(partial=True, required=False, partial_rotary_factor=0.25),
+    layer_types(
+        every_nth("full_attention_interval", "full", others="linear"),
+        Field("full_attention_interval", default=4, kind=SIZE),
+    ),
+    Field("linear_conv_kernel_dim", "gdn_conv_kernel_dim", 4, kind=SIZE),
+    Field("linear_key_head_dim", "gdn_key_head_dim", 128, kind=SIZE),
+    Field("linear_value_head_dim", "gdn_value_head_dim", 128, kind=SIZE),
+    Field("linear_num_key_heads", "gdn_num_key_heads", 16, kind=SIZE),
+    Field("linear_num_value_heads", "gdn_num_value_heads", 32, kind=SIZE),
+)
+SHARED_EXPERT = FieldGroup(
+    (Field("shared_expert_intermediate_size", default=512, kind=SIZE | NULL),),
+    lambda entries: ModelSettings(
+        {}, {"shared_expert_dim": entries["shared_expert_intermediate_size"]}
+    ),
+    write_shared_expert,
+)
 MTP = (r"mtp\..*",)  # multi-token prediction layers, which transformers does not load either
 
 QWEN2 = HfMapping(
     architectures=("Qwen2ForCausalLM",),
     model_type="qwen2",
-    read=read_qwen2,
-    write=write_qwen2,
-    rules=qwen_dense_rules,
-    defaults=size_defaults(
-        vocab_size=151_936,
-        hidden_size=4096,
-        intermediate_size=22_016,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        max_position_embeddings=32_768,
-        num_key_value_heads=32,
-        use_sliding_window=False,
-        sliding_window=4096,
-        max_window_layers=28,
-        layer_types=None,
+    keys=dense_keys("qwen2", attention_bias=True),
+    fields=(
+        *dense_fields(
+            vocab_size=151_936,
+            hidden_size=4096,
+            intermediate_size=22_016,
+            num_hidden_layers=32,
+            num_attention_heads=32,
+            max_position_embeddings=32_768,
+            num_key_value_heads=32,
+        ),
+        uniform_rope(),
+        WINDOWS,
     ),
-    fields=DENSE_FIELDS,
+    rules=qwen_dense_rules,
 )
 QWEN3 = HfMapping(
     architectures=("Qwen3ForCausalLM",),
     model_type="qwen3",
-    read=read_qwen3,
-    write=write_qwen3,
-    rules=qwen_dense_rules,
-    defaults=size_defaults(
-        vocab_size=151_936,
-        hidden_size=4096,
-        intermediate_size=22_016,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        max_position_embeddings=32_768,
-        num_key_value_heads=32,
-        head_dim=128,
-        attention_bias=False,
-        use_sliding_window=False,
-        sliding_window=4096,
-        max_window_layers=28,
-        layer_types=None,
+    keys=dense_keys("qwen3", use_qk_norm=True),
+    fields=(
+        *dense_fields(
+            vocab_size=151_936,
+            hidden_size=4096,
+            intermediate_size=22_016,
+            num_hidden_layers=32,
+            num_attention_heads=32,
+            max_position_embeddings=32_768,
+            num_key_value_heads=32,
+            head_dim=128,
+        ),
+        ATTENTION_BIAS,
+        uniform_rope(),
+        WINDOWS,
     ),
+    rules=qwen_dense_rules,
 )
 QWEN3_MOE = HfMapping(
     architectures=("Qwen3MoeForCausalLM",),
     model_type="qwen3_moe",
-    read=read_qwen3_moe,
-    write=write_qwen3_moe,
-    rules=qwen3_moe_rules,
-    defaults=size_defaults(
-        vocab_size=151_936,
-        hidden_size=2048,
-        intermediate_size=6144,
-        num_hidden_layers=24,
-        num_attention_heads=32,
-        max_position_embeddings=32_768,
-        num_key_value_heads=4,
-        attention_bias=False,
-        use_sliding_window=False,
-        sliding_window=4096,
-        num_experts=128,
-        num_experts_per_tok=8,
-        moe_intermediate_size=768,
-        norm_topk_prob=False,
-        decoder_sparse_step=1,
-        mlp_only_layers=None,
+    keys=dense_keys("qwen3_moe", use_qk_norm=True),
+    fields=(
+        *dense_fields(
+            vocab_size=151_936,
+            hidden_size=2048,
+            intermediate_size=6144,
+            num_hidden_layers=24,
+            num_attention_heads=32,
+            max_position_embeddings=32_768,
+            num_key_value_heads=4,
+        ),
+        ATTENTION_BIAS,
+        uniform_rope(),
+        WINDOW,
+        *expert_fields(128, 8, dim=768, aliases=("num_local_experts",)),
+        switch("norm_topk_prob", "norm_topk_prob"),
+        SPARSE_LAYERS,
     ),
-    aliases={"num_local_experts": "num_experts"},
-    fields=MOE_FIELDS,
+    rules=qwen3_moe_rules,
 )
 QWEN3_NEXT = HfMapping(
     architectures=("Qwen3NextForCausalLM",),
     model_type="qwen3_next",
-    read=lambda hf_config: read_delta_net_moe(hf_config, "qwen3_next"),
-    write=write_delta_net_moe,
+    keys=dense_keys("qwen3_next", shared_experts=1),
+    fields=(
+        *dense_fields(
+            vocab_size=151_936,
+            hidden_size=2048,
+            intermediate_size=5632,
+            num_hidden_layers=48,
+            num_attention_heads=16,
+            max_position_embeddings=32_768,
+            num_key_value_heads=2,
+            head_dim=256,
+        ),
+        *DELTA_NET_FIELDS,
+        *expert_fields(512, 10, dim=512),
+        SHARED_EXPERT,
+        switch("norm_topk_prob", "norm_topk_prob", True),
+        SPARSE_LAYERS,
+    ),
     rules=qwen3_next_rules,
     ignored=MTP,
-    supported=DELTA_NET_SUPPORTED,
-    defaults=size_defaults(
-        vocab_size=151_936,
-        hidden_size=2048,
-        intermediate_size=5632,
-        num_hidden_layers=48,
-        num_attention_heads=16,
-        max_position_embeddings=32_768,
-        **DELTA_NET_DEFAULTS,
-        num_key_value_heads=2,
-        num_experts=512,
-        num_experts_per_tok=10,
-        norm_topk_prob=True,
-        decoder_sparse_step=1,
-        mlp_only_layers=None,
-    ),
-    fields=DELTA_NET_FIELDS,
 )
 QWEN3_5_MOE = HfMapping(
     architectures=("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"),
     model_type="qwen3_5_moe_text",
-    read=lambda hf_config: read_delta_net_moe(hf_config, "qwen3_5"),
-    write=write_delta_net_moe,
+    keys=dense_keys("qwen3_5", shared_experts=1, norm_topk_prob=True),
+    fields=(
+        *dense_fields(
+            vocab_size=248_320,
+            hidden_size=2048,
+            intermediate_size=512,
+            num_hidden_layers=40,
+            num_attention_heads=16,
+            max_position_embeddings=32_768,
+            num_key_value_heads=2,
+            head_dim=256,
+        ),
+        *DELTA_NET_FIELDS,
+        *expert_fields(256, 8, dim=512),
+        SHARED_EXPERT,
+    ),
     rules=qwen3_5_rules,
     matches=lambda config: config.num_experts > 1,
     ignored=MTP,
-    supported=DELTA_NET_SUPPORTED,
-    defaults=size_defaults(
-        vocab_size=248_320,
-        hidden_size=2048,
-        intermediate_size=512,
-        num_hidden_layers=40,
-        num_attention_heads=16,
-        max_position_embeddings=32_768,
-        **DELTA_NET_DEFAULTS,
-        num_key_value_heads=2,
-        num_experts=256,
-        num_experts_per_tok=8,
-    ),
 )
 QWEN3_5 = HfMapping(
     architectures=("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"),
     model_type="qwen3_5_text",
-    read=lambda hf_config: read_delta_net(hf_config, "qwen3_5"),
-    write=write_delta_net,
+    keys=dense_keys("qwen3_5"),
+    fields=(
+        *dense_fields(
+            vocab_size=248_320,
+            hidden_size=4096,
+            intermediate_size=12_288,
+            num_hidden_layers=32,
+            num_attention_heads=16,
+            max_position_embeddings=32_768,
+            num_key_value_heads=4,
+            head_dim=256,
+        ),
+        *DELTA_NET_FIELDS,
+    ),
     rules=qwen3_5_rules,
     matches=lambda config: config.num_experts == 1,
     ignored=MTP,
-    supported=DELTA_NET_SUPPORTED,
-    defaults=size_defaults(
-        vocab_size=248_320,
-        hidden_size=4096,
-        intermediate_size=12_288,
-        num_hidden_layers=32,
-        num_attention_heads=16,
-        max_position_embeddings=32_768,
-        **DELTA_NET_DEFAULTS,
-        num_key_value_heads=4,
-    ),
 )
