@@ -1,13 +1,17 @@
 """The least recently used programs are dropped, and the client of the device has them no more."""
 
+import contextlib
 import gc
+import logging
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from maxtext.common.log import LOGGER
 from maxtext.inference import program_cache
-from maxtext.inference.program_cache import ProgramCache
+from maxtext.inference.program_cache import Compilation, ProgramCache
 
 
 def num_executables():
@@ -43,3 +47,32 @@ def test_least_recently_used_program_is_dropped(monkeypatch):
     for size in range(4, 20):
         call(size)
     assert num_executables() - num_before <= 2 + 1  # and one that creates the state
+
+
+@dataclass
+class Batch:
+    description: str
+
+
+def test_compilation_is_watched_and_logged(monkeypatch, caplog):
+    monkeypatch.setattr(LOGGER, "propagate", True)
+    compilation, states = Compilation(), []
+
+    @contextlib.contextmanager
+    def watch(x):
+        with compilation.watch(Batch(f"prefill of {x.size} tokens")):
+            states.append(compilation.state)
+            yield
+
+    cache = ProgramCache(jax.jit, lambda state, x: state + x.sum(), slice(1, None), watch)
+    with caplog.at_level(logging.INFO, "maxtext"):
+        for size, compilation.is_logged in ((1, False), (1, True), (2, True)):
+            cache(jnp.zeros(()), np.ones(size, np.float32))
+            assert compilation.state is None
+    assert [(each["program"], each["num_compiled"]) for each in states] == [
+        ("prefill of 1 tokens", 0),
+        ("prefill of 2 tokens", 1),
+    ]
+    start, end = (record.getMessage() for record in caplog.records)
+    assert start == "compiling program 2, prefill of 2 tokens: requests wait"
+    assert end.startswith("compiled program 2 in ")

@@ -186,13 +186,16 @@ def resolve_model(path: str, file: str | None, args: Sequence[str]) -> ResolvedM
 
 
 def load_session(
-    model: ResolvedModel, text: bool = True, adapters: Mapping[str, str] | None = None
+    model: ResolvedModel,
+    text: bool = True,
+    adapters: Mapping[str, str] | None = None,
+    log_level: int = logging.WARNING,
 ) -> GenerationSession:
     """Load the weights and, unless `text` is false, the tokenizer of a model. `adapters` are
     folders by name, by default those at lora_input_adapters_path.
     """
     start = time.perf_counter()
-    log.configure(level=logging.WARNING)
+    log.configure(level=log_level)
     from maxtext.inference import LLM
     from maxtext.tokenizers import load_tokenizer
 

@@ -111,9 +111,7 @@ def serve(
         server.start()  # probes see that the model is loading
     try:
         with signals.starting_service():
-            session = load_session(model, adapters=parsed.adapters or None)
-            if parsed.options.log_requests or parsed.options.log_prompts:
-                LOGGER.setLevel(logging.INFO)
+            session = load_session(model, adapters=parsed.adapters or None, log_level=logging.INFO)
             served = build_model(parsed, session)
             app.app = build_app(served, parsed.options)
             tune_interpreter()

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 from maxtext.common.log import LOGGER
 from maxtext.inference.llm import LLM
+from maxtext.inference.program_cache import Compilation
 from maxtext.inference.requests import GenerationRequest
 from maxtext.inference.sequence import Sequence
 from maxtext.inference.session import EngineSession, PreparedRequest
@@ -80,6 +81,7 @@ class AsyncEngine:
             length or llm.config.max_target_length,
         )
         self.engine = llm.engine_for(*self.size)
+        self.compilation.is_logged = True
         self.capacity = self.engine.cache_config.slots + max_queue
         self.commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self.lock = threading.Lock()  # of the next four
@@ -109,6 +111,11 @@ class AsyncEngine:
         self.thread.start()
 
     # For callers, in any thread.
+
+    @property
+    def compilation(self) -> Compilation:
+        """Requests wait while the engine's thread compiles a program."""
+        return self.engine.programs.compilation
 
     def submit(self, request: GenerationRequest, timeout: float | None = None) -> CompletionStream:
         """Queue a request and return its stream, for a consumer in a thread.
@@ -291,6 +298,7 @@ class AsyncEngine:
     def replace_engine(self) -> None:
         self.generation_tokens += self.session.num_generated
         self.engine = self.llm.engine_for(*self.size)
+        self.compilation.is_logged = True
         self.session = EngineSession(self.engine, self.llm.tokenizer)
 
     def step(self) -> None:

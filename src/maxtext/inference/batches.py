@@ -48,6 +48,12 @@ class PrefillBatch:
     has_processors: bool = field(default=False, metadata=STATIC)  # of logits, in any row
     keeps_logits: bool = field(default=False, metadata=STATIC)  # for a `ForkBatch`
 
+    @property
+    def description(self) -> str:
+        """Of the program for it."""
+        rows, tokens = self.token_ids.shape
+        return f"prefill of {rows} x {tokens} tokens"
+
 
 @dataclass(frozen=True)
 class PrefilledPrompt:
@@ -93,6 +99,12 @@ class DecodeBatch:
     mode: SamplingMode = field(default=SamplingMode.GREEDY, metadata=STATIC)
     num_logprobs: int = field(default=NONE, metadata=STATIC)  # most likely tokens to return
     has_processors: bool = field(default=False, metadata=STATIC)  # of logits, in any row
+
+    @property
+    def description(self) -> str:
+        """Of the program for it."""
+        limit = f" of up to {self.kv_len} tokens" if self.kv_len else ""
+        return f"decode of {len(self.block_tables)} sequences{limit}"
 
 
 @dataclass(frozen=True)

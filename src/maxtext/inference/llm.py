@@ -415,6 +415,7 @@ class LLM(AdapterMethods):
         size = config.global_batch_size_to_load, config.max_target_length
         engine = self.engine_for(*size)
         chunk_size = engine.scheduler.max_chunk
+        engine.programs.compilation.is_logged = True
         for requests in warmup_requests(config, params, engine.executor):
             list(self.completions(iter(requests)))
             if (

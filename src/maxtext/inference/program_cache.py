@@ -4,15 +4,57 @@ Every combination of shapes and of kinds of sampling is a program of some megaby
 meets hundreds of them in an hour, most of them once.
 """
 
+import contextlib
 import functools
+import time
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import jax
 import numpy as np
 
+from maxtext.common.log import LOGGER
+
 MAX_PROGRAMS = 128  # of a function; one takes about 8 MiB on a CPU
+
+
+class Compilation:
+    """Which program is compiled now. The thread that runs programs writes it; others may read
+    `state` at any time.
+    """
+
+    def __init__(self) -> None:
+        self.is_logged = False  # servers do: requests wait for it
+        self.num_compiled = 0
+        self.running: tuple[str, float] | None = None  # description of the program, start
+
+    @contextlib.contextmanager
+    def watch(self, batch: Any, *args: Any) -> Iterator[None]:
+        """Around the first run of the program for a batch."""
+        number, start = self.num_compiled + 1, time.monotonic()
+        self.running = batch.description, start
+        if self.is_logged:
+            LOGGER.info("compiling program %d, %s: requests wait", number, batch.description)
+        try:
+            yield
+            self.num_compiled = number
+        finally:
+            self.running = None
+        if self.is_logged:
+            LOGGER.info("compiled program %d in %.1f s", number, time.monotonic() - start)
+
+    @property
+    def state(self) -> dict[str, Any] | None:
+        """The program, how long it has taken, and how many were compiled before it; None if none
+        is compiled.
+        """
+        running = self.running
+        if running is None:
+            return None
+        program, start = running
+        seconds = round(time.monotonic() - start, 1)
+        return {"program": program, "seconds": seconds, "num_compiled": self.num_compiled}
 
 
 class ProgramCache:
@@ -23,14 +65,16 @@ class ProgramCache:
         jit: Callable[..., Any],
         function: Callable[..., Any],
         shaped_args: slice,
+        watch: Callable[..., contextlib.AbstractContextManager[None]] | None = None,
         **options: Any,
     ):
         """The arguments `shaped_args` determine the program: the shapes of others do not vary.
-        `options` are those of `jit`.
+        `watch` gets them, and is entered while a program is compiled. `options` are those of `jit`.
         """
         self.jit = jit
         self.function = function
         self.shaped_args = shaped_args
+        self.watch = watch
         self.options = options
         self.programs: OrderedDict[Hashable, Any] = OrderedDict()
 
@@ -38,15 +82,16 @@ class ProgramCache:
         leaves, structure = jax.tree.flatten(args[self.shaped_args])
         key = structure, tuple(map(np.shape, leaves))
         program = self.programs.get(key)
-        if program is None:
-            # Programs of equal functions would share a cache, so each has a function of its own.
-            program = self.jit(functools.partial(self.function), **self.options)
-            self.programs[key] = program
-        self.programs.move_to_end(key)
+        if program is not None:
+            self.programs.move_to_end(key)
+            return program(*args)
+        # Programs of equal functions would share a cache, so each has a function of its own.
+        program = self.programs[key] = self.jit(functools.partial(self.function), **self.options)
         while len(self.programs) > MAX_PROGRAMS:
             _, dropped = self.programs.popitem(last=False)
             dropped.clear_cache()
-        return program(*args)
+        with self.watch(*args[self.shaped_args]) if self.watch else contextlib.nullcontext():
+            return program(*args)
 
     def _cache_size(self) -> int:
         """Compiled programs, as of `jax.jit`."""

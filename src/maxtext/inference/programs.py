@@ -41,7 +41,7 @@ from maxtext.inference.model_runner import (
     is_paged,
     select_caches,
 )
-from maxtext.inference.program_cache import ProgramCache
+from maxtext.inference.program_cache import Compilation, ProgramCache
 from maxtext.inference.sampling import BatchedSamplingParams, sample, token_keys
 from maxtext.inference.sampling_params import SamplingMode
 from maxtext.layers.cache import CacheConfig
@@ -153,7 +153,9 @@ class Programs:
 
     @cached_property
     def prefill(self) -> Any:
-        return ProgramCache(self.jit, self.run_prefill, BATCH, donate_argnums=(1, 3))
+        return ProgramCache(
+            self.jit, self.run_prefill, BATCH, self.compilation.watch, donate_argnums=(1, 3)
+        )
 
     @cached_property
     def fork(self) -> Any:
@@ -199,8 +201,18 @@ class Programs:
         has_adapters = self.build.adapters is not None or self.config.lora_rank > 0
         options = ADAPTER_OPTIONS if has_adapters and self.build.platform == "gpu" else None
         return ProgramCache(
-            self.jit, self.run_decode, BATCH, donate_argnums=(1, 3), compiler_options=options
+            self.jit,
+            self.run_decode,
+            BATCH,
+            self.compilation.watch,
+            donate_argnums=(1, 3),
+            compiler_options=options,
         )
+
+    @cached_property
+    def compilation(self) -> Compilation:
+        """Of programs of prefill and decode."""
+        return Compilation()
 
     @property
     def num_compiled(self) -> int:

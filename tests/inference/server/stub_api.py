@@ -46,6 +46,7 @@ class StubApi:
         self.bodies: list[dict[str, Any]] = []
         self.num_cancelled = 0
         self.prefix = ""  # of paths, as behind a proxy
+        self.health = {}
 
     async def __call__(self, scope, receive, send):
         if scope["type"] != "http":
@@ -56,6 +57,8 @@ class StubApi:
         if path == "/":
             page = await self.page.respond(Request(scope))
             await page(scope, receive, send)
+        elif path == "/health":
+            await response.whole(self.health)
         elif self.key and headers.get("authorization") != f"Bearer {self.key}":
             await response.fail(401, "give one of the server's API keys")
         elif path == "/v1/models":

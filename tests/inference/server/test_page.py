@@ -107,6 +107,7 @@ def stub(stub_server):
     stub = stub_server[0]
     stub.replies, stub.bodies, stub.num_cancelled = [Reply("Hello.")], [], 0
     stub.key = stub.prefix = ""
+    stub.health = {}
     return stub
 
 
@@ -375,6 +376,21 @@ def test_time_is_shown_while_waiting(page, stub):
     stub.replies = [Reply("Late.", wait=1.5)]
     send(page, "go")
     page.locator("[data-role=assistant]").get_by_text("1 s", exact=True).wait_for()
+    assert "Late." in wait_for_answer(page).inner_text()
+
+
+def test_program_that_is_compiled_is_shown_while_waiting(page, stub):
+    """Not after the first token, and not with an answer that comes at once."""
+    compiling = {"program": "decode of 4 sequences", "seconds": 3.0, "num_compiled": 6}
+    stub.health = {"compiling": compiling}
+    stub.replies = [Reply("At once."), Reply("Late.", wait=4)]
+    assert "compiling" not in ask(page, "go").inner_text()
+    send(page, "go")
+    wait_for_text(page, "compiling program 7 (decode of 4 sequences)")
+    stub.health = {}
+    answer = page.locator("[data-role=assistant]").nth(1)
+    answer.get_by_text("3 s", exact=True).wait_for()
+    wait_until(lambda: "compiling" not in answer.inner_text())
     assert "Late." in wait_for_answer(page).inner_text()
 
 

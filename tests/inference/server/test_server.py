@@ -5,7 +5,9 @@ transformers.
 import asyncio
 import json
 import socket
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import httpx
@@ -395,6 +397,42 @@ def test_head_requests(http):
         assert (response.status_code, response.content) == (200, b"")
         assert int(response.headers["content-length"]) == len(http.get(path).content)
     check_error(http.get("/v1/completions"), 405)
+
+
+def test_health_tells_what_is_compiled(server, http, monkeypatch):
+    """Meanwhile it answers, and the server is ready."""
+    programs = server[0].llm.programs
+    has_begun, may_end = threading.Event(), threading.Event()
+    jit = programs.prefill.jit
+
+    def slow_jit(function, **options):
+        program = jit(function, **options)
+
+        def run(*args):
+            has_begun.set()
+            assert may_end.wait(60)
+            return program(*args)
+
+        run.clear_cache, run._cache_size = program.clear_cache, program._cache_size
+        return run
+
+    monkeypatch.setattr(programs.prefill, "jit", slow_jit)
+    number = programs.compilation.num_compiled
+    body = {"prompt": "w5", "max_tokens": 1, "logprobs": 7}
+    with ThreadPoolExecutor(1) as pool:
+        try:
+            answer = pool.submit(http.post, "/v1/completions", json=body)
+            assert has_begun.wait(60)
+            response = http.get("/health")
+            assert response.status_code == 200
+            compiling = response.json()["compiling"]
+        finally:
+            may_end.set()
+        assert answer.result().status_code == 200
+    assert compiling["program"].startswith("prefill of ")
+    assert compiling["num_compiled"] == number
+    assert compiling["seconds"] >= 0
+    assert http.get("/health").json() == {}
 
 
 def test_every_route_needs_a_key(server):

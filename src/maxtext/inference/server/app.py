@@ -185,7 +185,8 @@ class Endpoints:
     async def health(self, request: Request) -> Response:
         status = self.model.engine.status
         if status == "ready":
-            return json_response({})
+            compiling = self.model.engine.compilation.state
+            return json_response({} if compiling is None else {"compiling": compiling})
         message = f"the server is {status}" if status == "draining" else "the engine has failed"
         headers = {"Retry-After": "1"}
         raise ApiError(503, message, SERVER_ERROR, code=status, headers=headers)
