@@ -777,7 +777,7 @@ CASES = {
     ),
     "explain nothing": (["explain"], ["name a key"]),
     "explain an unknown key": (["explain", "remat"], ["unknown key 'remat'", "remat_policy"]),
-    "status of something": (["status", "steps"], ["takes no arguments"]),
+    "status of something": (["status", "steps"], ["unknown argument 'steps'"]),
 }
 
 
@@ -861,6 +861,24 @@ def test_all_mistakes_are_reported_at_once(capsys):
 def test_unknown_command(capsys):
     refused(["trian"], ["unknown command 'trian'; did you mean train?"], capsys)
     refused(["zzz"], ["the commands are"], capsys)
+
+
+@pytest.mark.parametrize(
+    ("line", "hint"),
+    [
+        ("serve m --prot 8000", "unknown option '--prot'; did you mean --port"),
+        ("data inspct", "unknown task 'inspct' of maxtext data; did you mean inspect?"),
+        ("data inspect --batch=2", "unknown option '--batch=2'; did you mean --batches?"),
+        ("data throughput --rows 2", "--rows would do nothing in maxtext data throughput"),
+        ("sft --learning-rate 1", "without dashes: write learning_rate=VALUE"),
+        ("sft --forse", "unknown option '--forse'; did you mean --force?"),
+        ("estimate --target cpu --target gpu", "--target is given twice"),
+        ("sft --force=yes", "--force takes no value"),
+        ("serve m --adapter gs://a/b", "only local paths are supported"),
+    ],
+)
+def test_misspelt_options_and_tasks(line, hint, capsys):
+    refused(line.split(), [hint], capsys)
 
 
 def test_debug_shows_the_traceback():

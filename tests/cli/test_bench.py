@@ -55,8 +55,8 @@ def test_table_and_json_file(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("args", "sentence"),
     [
-        ([], "what is to be measured? maxtext bench inference"),
-        (["training"], "what is to be measured?"),
+        ([], "name a task: maxtext bench inference|serve"),
+        (["training"], "unknown task 'training' of maxtext bench"),
         (["inference"], "which model?"),
         (
             ["inference", *TINY, "inference_microbenchmark_prefill_lengths=64,x"],
@@ -67,8 +67,8 @@ def test_table_and_json_file(tmp_path, capsys):
             ["inference", *TINY, "inference_microbenchmark_num_samples=[2]"],
             "it needs multi_sampling=true",
         ),
-        (["serve", "--streams", "4", "--rate", "2"], "give one of them"),
-        (["serve", "--requests", "4", "--duration", "2"], "give one of them"),
+        (["serve", "--streams", "4", "--rate", "2"], "exclude each other"),
+        (["serve", "--requests", "4", "--duration", "2"], "exclude each other"),
         (["serve", "--rate", "inf"], "--requests says how many"),
         (["serve", "--rate", "0"], "a number above 0 or inf"),
         (["serve", "--duration", "inf"], "a number above 0, not"),

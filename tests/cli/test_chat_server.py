@@ -66,7 +66,7 @@ def test_model_key_and_fields(chat, server, monkeypatch):
         (["model=x"], "--model NAME"),
         (["--api-key", "schlüssel"], "characters that a header may not have"),
         (["folder"], "unknown argument 'folder'"),
-        (["--adapter", "x"], "unknown argument '--adapter'"),
+        (["--adapter", "x"], "--adapter and --server exclude each other"),
     ],
 )
 def test_wrong_arguments(args, reason, chat):

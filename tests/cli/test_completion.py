@@ -46,6 +46,10 @@ def test_words(capsys):
         "from_hf", "to_hf", "params-only", "merge-adapter"
     }  # fmt: skip
     assert "--served-model-name" in candidates(["serve", "m", "--"])
+    assert candidates(["data", "prepare", "--"]) == [
+        "--debug", "--help", "--out", "--shard-documents", "--workers"
+    ]  # fmt: skip
+    assert candidates(["serve", "m", "--reasoning-parser", "t"]) == ["think"]
     assert candidates(["train", "quicks"]) == ["quickstart"]
     assert candidates(["train", "qwen3-0"]) == ["qwen3-0.6b"]
     assert candidates(["sft", "m", "learning_ra"])[0] == "learning_rate="
@@ -96,4 +100,4 @@ def test_shells(shell, tmp_path):
 
 def test_unknown_shell(capsys):
     assert main(["completion", "tcsh"]) == 2
-    assert "name a shell: maxtext completion bash|zsh|fish" in capsys.readouterr().err
+    assert "name a task: maxtext completion bash|zsh|fish" in capsys.readouterr().err

@@ -197,8 +197,9 @@ def test_existing_output_is_not_overwritten(source, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("args", "code", "sentence"),
     [
-        ([], 2, "give a direction and two folders"),
-        (["sideways", "a", "b"], 2, "give a direction and two folders"),
+        ([], 2, "name a task: maxtext convert from_hf|to_hf|params-only|merge-adapter"),
+        (["sideways", "a", "b"], 2, "unknown task 'sideways' of maxtext convert"),
+        (["from_hf", "a"], 2, "OUT is missing: maxtext convert from_hf DIR OUT [--dtype DTYPE]"),
         (
             ["from_hf", "a", "b", "--dtype", "int3"],
             2,

@@ -263,19 +263,20 @@ def test_prepare_then_train_from_it(files, capsys, tmp_path):
 
 
 BAD = {
-    "nothing to do": ([], "name a task"),
-    "unknown task": (["show"], "name a task"),
-    "batches 0": (["inspect", "--batches", "0"], "--batches takes a whole number of 1 or more"),
-    "rows -1": (["inspect", "--rows", "-1"], "--rows takes a whole number of 0 or more, not '-1'"),
+    "nothing to do": ([], "name a task: maxtext data inspect|prepare"),
+    "unknown task": (["show"], "unknown task 'show' of maxtext data; name a task"),
+    "misspelt task": (["inspct"], "did you mean inspect?"),
+    "batches 0": (["inspect", "--batches", "0"], "--batches takes a whole number of at least 1"),
+    "rows -1": (["inspect", "--rows", "-1"], "--rows takes a whole number of at least 0, not '-1'"),
     "rows x": (["inspect", "--rows=x"], "--rows takes a whole number"),
     "unknown option": (["inspect", "--colour"], "unknown option '--colour'"),
     "unknown key": (["inspect", "grain_files=x"], "unknown key 'grain_files'"),
     "missing files": (["inspect", *SMALL, "grain_train_files=/nowhere/*.txt"], "no file matches"),
-    "no out": (["prepare", *SMALL], "name an output folder"),
+    "no out": (["prepare", *SMALL], "--out DIR is missing: maxtext data prepare"),
     "out without a value": (["prepare", *SMALL, "--out"], "--out needs a value"),
     "workers 0": (
         ["prepare", "--out", "x", "--workers", "0", *SMALL],
-        "--workers takes a whole number of 1",
+        "--workers takes a whole number of at least 1",
     ),
     "source of no documents": (
         ["prepare", "--out", "x", "dataset_type=synthetic"],

@@ -84,7 +84,7 @@ WRONG = {
     "target": (["--target", "v5p-129"], "unknown target 'v5p-129': the named sizes of v5p are"),
     "near": (["--target", "v6p-256"], "similar names are"),
     "no_value": (["--target"], "--target needs a value"),
-    "slices": (["--target=v5p-8", "--slices", "two"], "--slices takes a number, not 'two'"),
+    "slices": (["--target=v5p-8", "--slices", "two"], "--slices takes a whole number"),
     "cpu_slices": (["--target=cpu", "--slices=2"], "only TPU targets have slices"),
     "mesh": (["--target=v5p-128", "ici_fsdp_parallelism=8"], "multiply to 8, which does not make "
                                                              "64 devices"),

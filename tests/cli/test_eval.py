@@ -7,7 +7,9 @@ import sys
 import numpy as np
 import pytest
 
-from maxtext.cli.eval import parse_arguments
+from maxtext.cli.arguments import parse
+from maxtext.cli.commands import COMMANDS
+from maxtext.cli.eval import EvalArguments, read_arguments
 from maxtext.cli.main import main
 from maxtext.common.errors import ConfigError
 
@@ -15,16 +17,16 @@ SETTINGS = ["dtype=float32", "weight_dtype=float32", "matmul_precision=highest"]
 SETTINGS += ["attention=dot_product", "max_target_length=64"]
 
 
+def parse_arguments(args) -> EvalArguments:
+    return read_arguments(parse("eval", COMMANDS["eval"], args))
+
+
 def test_arguments():
     line = "m --tasks a,b --limit=3 --num-fewshot 0 --json o.json dtype=x --apply-chat-template"
     parsed = parse_arguments(shlex.split(f"{line} --include-path tasks --adapter lora"))
     assert (parsed.file, parsed.mode, parsed.value) == (None, "--tasks", "a,b")
-    assert parsed.options == {
-        "--limit": 3,
-        "--num-fewshot": 0,
-        "--apply-chat-template": True,
-        "--include-path": "tasks",
-    }
+    names = ("--limit", "--num-fewshot", "--apply-chat-template", "--include-path", "--seed")
+    assert [parsed.options[name] for name in names] == [3, 0, True, "tasks", 0]
     names = ["load_parameters_path=m", "dtype=x", "lora_input_adapters_path=lora"]
     assert parsed.overrides == names
     assert parsed.out is not None
@@ -34,13 +36,16 @@ def test_arguments():
 @pytest.mark.parametrize(
     ("args", "reason"),
     [
-        (["m"], "give one of --perplexity, --tasks, --builtin"),
-        (["m", "--tasks", "a", "--perplexity", "f"], "not 2 of them"),
+        (["m"], "name files of text, or give one of --perplexity, --tasks, --builtin"),
+        (["m", "--tasks", "a", "--perplexity", "f"], "exclude each other"),
         (["m", "--tasks"], "needs a value"),
         (["m", "--perplexity", "f", "--window", "1"], "--window takes a whole number"),
         (["m", "--perplexity", "f", "--stride", "0"], "--stride takes a whole number"),
-        (["m", "--perplexity", "f", "--limit", "2"], "--limit would do nothing with --perplexity"),
-        (["m", "--tasks", "a", "--window", "8"], "--window would do nothing with --tasks"),
+        (
+            ["m", "--perplexity", "f", "--limit", "2"],
+            "it needs --tasks or --builtin",
+        ),
+        (["m", "--tasks", "a", "--window", "8"], "--window and --tasks exclude each other"),
         (["m", "--tasks", "a", "--limit", "x"], "--limit takes a whole number"),
         (["m", "--tasks", "a", "--batch-size", "8"], "unknown option '--batch-size'"),
         (["m", "--tasks", "a", "other"], "unknown argument 'other'"),

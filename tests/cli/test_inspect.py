@@ -123,14 +123,14 @@ def test_params_only_extracts_the_weights(folder, made, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        (["inspect"], "give one folder"),
+        (["inspect"], "DIR is missing: maxtext inspect DIR"),
         (["inspect", "{empty}"], "holds neither checkpoints of training nor safetensors"),
         (["inspect", "{empty}/nowhere"], "there is no folder"),
         (
             ["convert", "params-only", "{empty}", "{empty}/out"],
             "holds no complete checkpoint of training",
         ),
-        (["convert", "params_only", "a", "b"], "give a direction and two folders"),
+        (["convert", "params_only", "a", "b"], "did you mean params-only?"),
     ],
 )
 def test_bad_arguments(args, said, tmp_path, capsys):

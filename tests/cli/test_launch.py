@@ -14,6 +14,8 @@ import pytest
 import yaml
 
 from maxtext.cli import launch
+from maxtext.cli.arguments import parse
+from maxtext.cli.commands import COMMANDS
 from maxtext.cli.main import main
 from maxtext.common import rendezvous
 
@@ -45,10 +47,10 @@ def refused(capsys, *words):
         (["--local", "2", "--", "decode"], "and it must be train"),
         (["--", "train"], "launch takes one of --local N"),
         (["--local", "2", "--print", "k8s", "--", "train"], "launch takes one of --local N"),
-        (["--local", "0", "--", "train"], "'0' is not a whole number of at least 1"),
-        (["--local", "two", "--", "train"], "'two' is not a whole number"),
-        (["--lokal", "2", "--", "train"], "unrecognized arguments: --lokal 2"),
-        (["--print", "mesos", "--", "train"], "invalid choice: 'mesos'"),
+        (["--local", "0", "--", "train"], "--local takes a whole number of at least 1, not '0'"),
+        (["--local", "two", "--", "train"], "--local takes a whole number"),
+        (["--lokal", "2", "--", "train"], "unknown option '--lokal'; did you mean --local?"),
+        (["--print", "mesos", "--", "train"], "--print takes k8s or slurm, not 'mesos'"),
         (["--local", "2", "--image", "x", "--", "train"], "--image would do nothing: it needs "
                                                           "--print"),
         (["--print", "slurm", "--cpu", "--", "train"], "--cpu would do nothing: it needs --local"),
@@ -87,7 +89,9 @@ def test_elastic_training_without_the_launcher_is_refused(capsys):
 
 
 def local(*words, options=("--local", "4", "--cpu")):
-    return launch.LocalLauncher(*launch.parse([*options, "--", "train", *TINY, *words]))
+    args = [*options, "--", "train", *TINY, *words]
+    arguments = parse("launch", COMMANDS["launch"], args)
+    return launch.LocalLauncher(arguments, launch.check_arguments(arguments))
 
 
 def test_each_process_is_told_its_place(monkeypatch):

@@ -106,9 +106,9 @@ def test_one_model_in_detail(capsys):
     ("args", "sentence"),
     [
         (["llama2-8b"], "unknown model_name 'llama2-8b'; did you mean"),
-        (["llama2-7b", "llama2-13b"], "takes at most one model name"),
-        (["model_name=llama2-7b"], "takes at most one model name"),
-        (["--all"], "takes at most one model name"),
+        (["llama2-7b", "llama2-13b"], "unknown argument 'llama2-13b': maxtext models [NAME]"),
+        (["model_name=llama2-7b"], "unknown model_name 'model_name=llama2-7b'"),
+        (["--all"], "unknown option '--all'"),
     ],
 )
 def test_bad_arguments(args, sentence, capsys):

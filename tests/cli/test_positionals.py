@@ -10,6 +10,9 @@ import pytest
 from array_record.python.array_record_module import ArrayRecordWriter
 
 import maxtext.cli.train
+from maxtext.cli.arguments import parse
+from maxtext.cli.commands import COMMANDS
+from maxtext.cli.eval import read_arguments
 from maxtext.cli.main import main
 from maxtext.cli.positionals import MODEL_KEY, TEACHER_KEY, split
 from maxtext.common.errors import ConfigError
@@ -129,7 +132,6 @@ def test_no_name_is_a_preset_and_a_model():
         ("adapter", "adapter is a PEFT adapter: name its base model"),
         ("w/model.gguf", "name the folder that it is in"),
         ("empty", "the directory empty has no files"),
-        ("--lora-rank 8", "unknown option '--lora-rank'.*write lora_rank=VALUE"),
     ],
 )
 def test_errors(here, line, reason):
@@ -159,6 +161,7 @@ def test_methods_train_the_model_on_the_data(here, monkeypatch):
     [
         ("sft", "which model? maxtext sft MODEL DATA"),
         ("dpo a.jsonl", "which model? maxtext dpo MODEL DATA"),
+        ("sft --lora-rank 8", "without dashes: write lora_rank=VALUE"),
         ("sft hf", "there is no data to train on: name files of it after the model"),
         ("sft hf grain_train_files=a.jsonl", "read with dataset_type=grain: set it"),
         ("grpo qwen3-0.6b a.jsonl", "the name of sizes without weights"),
@@ -187,9 +190,8 @@ def test_commands_of_a_model_take_its_key_too(command, loaded, here, capsys, mon
 
 
 def test_perplexity_of_files_after_the_model(here):
-    from maxtext.cli.eval import parse_arguments
-
-    parsed = parse_arguments(["model", "notes.txt", "a.jsonl", "dtype=float32", "--stride", "4"])
+    args = ["model", "notes.txt", "a.jsonl", "dtype=float32", "--stride", "4"]
+    parsed = read_arguments(parse("eval", COMMANDS["eval"], args))
     assert (parsed.mode, parsed.value) == ("--perplexity", "notes.txt,a.jsonl")
     assert parsed.overrides == [f"{MODEL_KEY}=model", "dtype=float32"]
 

@@ -16,13 +16,18 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
-from maxtext.cli import generation
+from maxtext.cli import generation, options
+from maxtext.cli.arguments import parse
+from maxtext.cli.commands import COMMANDS
 from maxtext.cli.main import main
-from maxtext.cli.serve import parse_arguments, print_ready
+from maxtext.cli.serve import ServeArguments, print_ready, read_arguments
 from maxtext.cli.terminal import CountBar
 from maxtext.cli.vllm_flags import KEYS, REFUSED, SWITCHES
 from maxtext.common.errors import ConfigError
 from maxtext.configs.types import MaxTextConfig
+from maxtext.inference.logprobs import MAX_LOGPROBS
+from maxtext.inference.parsers import reasoning, tool_calls
+from maxtext.inference.server.app import ServerOptions
 
 TINY = ["model_name=qwen3-0.6b", "override_model_config=true", "base_emb_dim=32"]
 TINY += ["base_num_query_heads=2", "base_num_kv_heads=1", "head_dim=16", "base_mlp_dim=48"]
@@ -32,6 +37,22 @@ READY = re.compile("serving qwen3-0.6b at http")
 # Browsers send none of them, so they would match nothing.
 WRONG_HOSTS = ["http://page.test", "page.test/", "*.page.test", "page.test:x", "a b", "a@b"]
 WRONG_ORIGINS = ["page.test", "http://page.test/", "http://page.test/chat", "http://Page.test"]
+
+
+def parse_arguments(args) -> ServeArguments:
+    return read_arguments(parse("serve", COMMANDS["serve"], args))
+
+
+def test_options_name_what_the_server_has():
+    """Help must not import the server, so options.py repeats its names and limits."""
+    form = COMMANDS["serve"].forms[""]
+    assert form.find("--tool-call-parser").type.choices == tool_calls.PARSERS
+    assert form.find("--reasoning-parser").type.choices == reasoning.PARSERS
+    assert options.MAX_LOGPROBS == MAX_LOGPROBS
+    parsed = parse_arguments(["m", "--allowed-hosts", "*", "--host", "localhost"])
+    assert parsed.options == ServerOptions(
+        api_keys=[], cors_origins=[], allowed_hosts=("*", "localhost")
+    )
 
 
 def test_defaults(monkeypatch):
@@ -180,15 +201,15 @@ def test_names_of_adapters():
         (["x", "--port", "70000"], "0 to 65535"),
         (["x", "--port", "a"], "whole number"),
         (["x", "--max-queue", "-1"], "whole number"),
-        (["x", "--uds", "s", "--port", "1"], "in place of"),
-        (["x", "--generation-config", "yes"], "auto or none"),
+        (["x", "--uds", "s", "--port", "1"], "--uds and --port exclude each other"),
+        (["x", "--generation-config", "yes"], "takes auto or none"),
         (["x", "--default-chat-template-kwargs", "[]"], "JSON object"),
         (["x", "--default-chat-template-kwargs", '{"tools": []}'], "may not set tools"),
         (["x", "--reasoning-parser", "deep"], "think or gpt_oss or none"),
         (["x", "--lora", "a"], "NAME=DIR"),
         (["x", "--lora", "x=d"], "name of the model"),
-        (["x", "--lora", "a=d", "--adapter", "e"], "two ways"),
-        (["x", "--allow-lora-updates"], "both or neither"),
+        (["x", "--lora", "a=d", "--adapter", "e"], "exclude each other"),
+        (["x", "--allow-lora-updates"], "needs --lora-root"),
         (["x", "--allow-lora-updates", "--lora-root", "/nowhere"], "no folder"),
         *((["x", "--cors", origin], "takes origins") for origin in WRONG_ORIGINS),
         *((["x", "--allowed-hosts", host], "takes names") for host in WRONG_HOSTS),

@@ -63,9 +63,9 @@ def test_train_on_a_sample_of_records(text, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ([], "name a task: maxtext tokenizer train"),
-        (["learn"], "name a task: maxtext tokenizer train"),
-        (["train", "DATA"], "name the output: --out"),
+        ([], "name a task: maxtext tokenizer train|inspect"),
+        (["learn"], "unknown task 'learn' of maxtext tokenizer"),
+        (["train", "DATA"], "--out PATH is missing"),
         (["train", "--out", "OUT"], "name the training files"),
         (["train", "--out"], "--out needs a value"),
         (["train", "--out", "OUT", "DATA/none*"], "no file matches"),

@@ -9,7 +9,8 @@ import pytest
 
 from maxtext import LLM
 from maxtext.checkpoint.open import open_checkpoint
-from maxtext.cli import convert, inspect
+from maxtext.cli import convert
+from maxtext.cli.main import main
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.inference import GenerationRequest, SamplingParams
 from tests.compiling import cpu_devices
@@ -158,12 +159,12 @@ def test_commands_merge_and_inspect_adapters(folder, folders, references, tmp_pa
     from safetensors.numpy import load_file
 
     out = tmp_path / "merged"
-    assert convert.run(["merge-adapter", str(folder), str(folders / "plain"), str(out)]) == 0
+    assert convert.merge_adapter(str(folder), str(folders / "plain"), str(out)) == 0
     expected = copy.deepcopy(references["plain"]).merge_and_unload().state_dict()
     for name, tensor in load_file(out / "model.safetensors").items():
         np.testing.assert_allclose(tensor, expected[name], rtol=1e-5, atol=1e-5)
     capsys.readouterr()
-    assert inspect.run([str(folders / "dora"), "--json"]) == 0
+    assert main(["inspect", str(folders / "dora"), "--json"]) == 0
     summary = json.loads(capsys.readouterr().out)
     assert summary["kind"] == "PEFT adapter"
     assert summary["about"]["r"] == 2

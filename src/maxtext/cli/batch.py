@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from maxtext.cli import arguments, positionals
+from maxtext.cli import positionals
+from maxtext.cli.arguments import Arguments
 from maxtext.cli.batch_files import Line, ResultFile, read_lines
 from maxtext.cli.generation import (
     GenerationSession,
@@ -62,11 +63,9 @@ USELESS = {
 OTHERS_USELESS = {key: USELESS[key] for key in USELESS.keys() - {"load_parameters_path"}}
 
 
-def run(args: list[str]) -> int:
-    path = arguments.take_value(args, "--model")
-    overwrite = arguments.take_flag(args, "--overwrite")
-    adapter = arguments.take_adapter(args)
-    words, overrides = positionals.split_words(args)
+def run(arguments: Arguments) -> int:
+    path, overwrite = arguments["--model"], arguments["--overwrite"]
+    words, overrides = positionals.split_words(arguments.all_words)
     if path is None and len(words) == 3:
         path = words.pop(0)
     if len(words) != 2:
@@ -77,7 +76,7 @@ def run(args: list[str]) -> int:
     named = path or model_path("maxtext batch MODEL IN.jsonl OUT.jsonl", None, overrides)
     requests, out = map(local_path, words)
     check_files(requests, out)
-    model = resolve_model(newest_step(named), None, overrides + adapter)
+    model = resolve_model(newest_step(named), None, overrides)
     refuse_useless(model.config, "batch", USELESS if path else OTHERS_USELESS)
     results = ResultFile(out, result_settings(model.path, model.config), overwrite)
     num_before = len(results)

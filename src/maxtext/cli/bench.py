@@ -1,5 +1,4 @@
-"""`maxtext bench inference`: the speed of prefill and decode, by batch size and length. `maxtext
-bench serve` is in bench_serve.py.
+"""`maxtext bench inference`: the speed of prefill and decode, by batch size and length.
 
 Prefill: one prompt of each length. Generate: a batch of sequences of each length, decoded in
 programs of several steps. Bandwidth counts what a decode step has to read once: all weights, and
@@ -16,7 +15,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from maxtext.cli import bench_serve, positionals
+from maxtext.cli import positionals
+from maxtext.cli.arguments import Arguments
 from maxtext.cli.generation import load_session, note, resolve_named_model
 from maxtext.cli.terminal import format_table
 from maxtext.common import files
@@ -30,15 +30,8 @@ if TYPE_CHECKING:
 PROMPT_INDICES = itertools.count()
 
 
-def run(args: list[str]) -> int:
-    if args[:1] == ["serve"]:
-        return bench_serve.run(args[1:])
-    if args[:1] != ["inference"]:
-        raise ConfigError(
-            "what is to be measured? maxtext bench inference [FILE] [key=value ...], or "
-            "maxtext bench serve --url URL [flags]"
-        )
-    file, overrides = positionals.split(args[1:], data=None)
+def run(arguments: Arguments) -> int:
+    file, overrides = positionals.split(arguments.all_words, data=None)
     model = resolve_named_model("maxtext bench inference MODEL", file, overrides)
     config = model.config
     lengths = prompt_lengths(config)

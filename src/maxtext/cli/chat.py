@@ -14,7 +14,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from maxtext.cli import arguments, positionals
+from maxtext.cli import positionals
+from maxtext.cli.arguments import Arguments
 from maxtext.cli.conversation import Conversation, Deltas, LocalConversation, ReplyDelta
 from maxtext.cli.generation import (
     DIM,
@@ -49,15 +50,13 @@ USELESS = {
 }
 
 
-def run(args: list[str]) -> int:
-    args = list(args)
-    server = arguments.take_value(args, "--server")
-    if server is None:
-        conversation = load_conversation(args)
+def run(arguments: Arguments) -> int:
+    if arguments["--server"] is None:
+        conversation = load_conversation(arguments)
     else:
         from maxtext.cli.chat_server import connect
 
-        conversation = connect(server, args)
+        conversation = connect(arguments)
     interactive = sys.stdin.isatty() and sys.stdout.isatty()
     progress.stop()
     if interactive:
@@ -75,11 +74,10 @@ def run(args: list[str]) -> int:
     return 0
 
 
-def load_conversation(args: list[str]) -> Conversation:
+def load_conversation(arguments: Arguments) -> Conversation:
     """A conversation with a model that is loaded here."""
-    adapter = arguments.take_adapter(args)
-    file, overrides = positionals.split(args, data=None, presets=False)
-    model = resolve_named_model(USAGE, file, overrides + adapter)
+    file, overrides = positionals.split(arguments.all_words, data=None, presets=False)
+    model = resolve_named_model(USAGE, file, overrides)
     refuse_useless(model.config, "chat", USELESS)
     session = load_session(model)
     return LocalConversation(session, f"{model.path}, loaded in {session.load_seconds:.1f} s")

@@ -1,33 +1,28 @@
 """`maxtext chat --server URL`: a conversation with a server that has OpenAI's API."""
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from maxtext.cli import arguments
+from maxtext.cli.arguments import Arguments
 from maxtext.cli.conversation import Conversation, Deltas, ReplyDelta, ReplyEnd
 from maxtext.common import progress
 from maxtext.common.errors import ConfigError
 from maxtext.diagnostics.load.client import Target
 from maxtext.inference.api_client import CONTEXT_LENGTH_EXCEEDED, ApiClient, ServerError
 
-KEY_VARIABLE = "MAXTEXT_API_KEY"
 # Fields that the conversation sets itself.
 OWN_FIELDS = {"model", "messages", "stream", "stream_options", "n", "tools"}
 
 
-def connect(url: str, args: list[str]) -> "ServerConversation":
-    """A conversation with the server at `url`, by the rest of the arguments. Raises ConfigError if
-    it cannot be reached or has no such model.
+def connect(arguments: Arguments) -> "ServerConversation":
+    """A conversation with the server of `--server`. Raises ConfigError if it cannot be reached or
+    has no such model.
     """
-    api_key = arguments.take_value(args, "--api-key") or os.environ.get(KEY_VARIABLE) or None
-    if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
-        raise ConfigError("the API key has characters that a header may not have")
-    model = arguments.take_value(args, "--model")
-    fields = parse_fields(args)
-    client = ApiClient(url, Target.from_url(url, api_key, option="--server"))
+    url, model = arguments["--server"], arguments["--model"]
+    fields = parse_fields(arguments.words)
+    client = ApiClient(url, Target.from_url(url, arguments["--api-key"], option="--server"))
     try:
         names = client.model_names()
     except ServerError as error:

@@ -3,14 +3,15 @@
 import time
 
 from maxtext.cli import positionals
+from maxtext.cli.arguments import Arguments
 from maxtext.cli.targets import load_for_target
 from maxtext.common import log
 from maxtext.common.errors import ConfigError
 from maxtext.common.hardware import format_bytes
 
 
-def run(args: list[str]) -> int:
-    path, overrides = positionals.split(args)
+def run(arguments: Arguments) -> int:
+    path, overrides = positionals.split(arguments.all_words)
     config, target = load_for_target(path, overrides)
     if not config.compiled_trainstep_file:
         raise ConfigError("maxtext compile needs a file to write: set compiled_trainstep_file=FILE")

@@ -8,8 +8,8 @@ is imported, except for the values of a key, since a shell waits.
 import re
 from pathlib import Path
 
+from maxtext.cli.arguments import Arguments
 from maxtext.cli.commands import COMMANDS
-from maxtext.common.errors import ConfigError
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 BASH = r"""
@@ -59,14 +59,12 @@ complete -c maxtext -a '(__maxtext_candidates)'
 SHELLS = {"bash": BASH, "zsh": ZSH, "fish": FISH}
 
 
-def run(args: list[str]) -> int:
-    if args[:1] == ["candidates"]:
-        for candidate in candidates(args[1:] or [""]):
+def run(arguments: Arguments) -> int:
+    if arguments.task == "candidates":
+        for candidate in candidates(arguments.words or [""]):
             print(candidate)
-        return 0
-    if len(args) != 1 or args[0] not in SHELLS:
-        raise ConfigError(f"name a shell: maxtext completion {'|'.join(SHELLS)}")
-    print(SHELLS[args[0]].strip())
+    else:
+        print(SHELLS[arguments.task].strip())
     return 0
 
 
@@ -78,7 +76,9 @@ def candidates(words: list[str]) -> list[str]:
     elif before[0] not in COMMANDS:
         names = []
     elif current.startswith("-"):
-        names = options(before[0])
+        names = options(*before[:2])
+    elif choices := option_choices(before):
+        names = choices
     elif "=" in current:
         key = current.partition("=")[0]
         names = [f"{key}={value}" for value in values(key)]
@@ -89,14 +89,23 @@ def candidates(words: list[str]) -> list[str]:
     return [name for name in names if name.startswith(current)]
 
 
-def options(command: str) -> list[str]:
-    text = f"{COMMANDS[command].usage}\n{COMMANDS[command].options} --help --debug"
-    return sorted(set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", text)))
+def options(command: str, task: str = "") -> list[str]:
+    """The options of a task of the command, or of all its tasks."""
+    forms = COMMANDS[command].forms
+    chosen = [forms[task]] if task in forms else list(forms.values())
+    rows = [option for form in chosen for option in form.options if not option.refusal]
+    return sorted({"--help", "--debug", *(row.name for row in rows)})
+
+
+def option_choices(before: list[str]) -> list[str]:
+    """The values of the option that is the last word."""
+    forms = COMMANDS[before[0]].forms
+    rows = [row for form in forms.values() if (row := form.find(before[-1])) is not None]
+    return list(rows[0].type.choices) if rows else []
 
 
 def subcommands(command: str) -> list[str]:
-    names = re.findall(rf"^maxtext {command} ([a-z][\w|-]*)", COMMANDS[command].usage, re.MULTILINE)
-    return list(dict.fromkeys(name for group in names for name in group.split("|")))
+    return [task for task in COMMANDS[command].forms if task]
 
 
 def presets() -> list[str]:

@@ -3,25 +3,25 @@
 import json
 import sys
 
-from maxtext.cli import arguments, positionals
+from maxtext.cli import positionals
+from maxtext.cli.arguments import Arguments
 from maxtext.common.errors import ConfigError
 from maxtext.configs import fields, ledger, serialize, sources
 from maxtext.configs.load import base_values
 from maxtext.configs.types import GROUPS, DerivedValues, MaxTextConfig, group_of
 
 
-def run(args: list[str]) -> int:
-    if args[:1] == ["explain"]:
-        return explain(args[1:])
-    if args[:1] == ["status"]:
-        return status(args[1:])
+def run(arguments: Arguments) -> int:
+    if arguments.task == "explain":
+        return explain(arguments.words)
+    if arguments.task == "status":
+        return status()
     from maxtext.models.configuration import load
 
-    changed = arguments.take_flag(args, "--changed")
-    style = arguments.take_option(args, "--format", ("yaml", "json"))
-    path, overrides = positionals.split(args)
+    style = arguments["--format"]
+    path, overrides = positionals.split(arguments.all_words)
     config = load(path, overrides)
-    keys = changed_keys(config) if changed else serialize.KEYS_IN_ORDER
+    keys = changed_keys(config) if arguments["--changed"] else serialize.KEYS_IN_ORDER
     if style == "json":
         attributes = serialize.hf_attributes(config)
         section = {"architecture": attributes} if attributes else {}
@@ -93,9 +93,7 @@ def explain(args: list[str]) -> int:
     return 0
 
 
-def status(args: list[str]) -> int:
-    if args:
-        raise ConfigError(f"maxtext config status takes no arguments, got {args[0]!r}")
+def status() -> int:
     kinds: dict[str, list[str]] = {"acts": [], "computed": [], "not_yet": [], "never": []}
     for key in serialize.KEYS_IN_ORDER:
         kinds[ledger.status(key).kind].append(key)

@@ -1,31 +1,16 @@
-"""`maxtext data`: shows batches, tokenizes or indexes data, measures the input pipeline."""
+"""The configuration of `maxtext data`, without a device."""
 
-import importlib
 import math
 import os
 from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any
 
-from maxtext.cli import arguments, positionals
-from maxtext.common import log
-from maxtext.common.errors import ConfigError
+from maxtext.cli import positionals
 from maxtext.configs.types import MaxTextConfig
 
-TASKS = ("inspect", "prepare", "throughput", "index")
 BATCH = "per_device_batch_size"
 MAX_DEVICES_PER_SEQUENCE = 4096
-
-
-def run(args: list[str]) -> int:
-    if not args or args[0] not in TASKS:
-        raise ConfigError(
-            "name a task: maxtext data inspect [FILE] [key=value ...], prepare --out DIR [FILE] "
-            "[key=value ...], "
-            "throughput [FILE] [key=value ...], or index --out INDEX.json --length N FILES ..."
-        )
-    log.configure()
-    return importlib.import_module(f"maxtext.cli.data_{args[0]}").run(args[1:])
 
 
 def load_config(args: list[str]) -> MaxTextConfig:
@@ -66,12 +51,3 @@ def fewest_devices(values: Mapping[str, Any]) -> tuple[int, int]:
     count = slices * math.prod(size for key, size in sizes.items() if key.startswith("ici_"))
     batch = Fraction(size(BATCH)).limit_denominator(MAX_DEVICES_PER_SEQUENCE)
     return math.lcm(count, batch.denominator), slices
-
-
-def take_number(args: list[str], option: str, least: int) -> int | None:
-    value = arguments.take_value(args, option)
-    if value is None:
-        return None
-    if not value.isdecimal() or int(value) < least:
-        raise ConfigError(f"{option} takes a whole number of {least} or more, not {value!r}")
-    return int(value)

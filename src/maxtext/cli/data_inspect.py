@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from maxtext.cli import arguments
+from maxtext.cli.arguments import Arguments
 from maxtext.cli.batch_segments import (
     IdPrinter,
     Row,
@@ -16,12 +16,12 @@ from maxtext.cli.batch_segments import (
     segments,
     sides,
 )
-from maxtext.cli.data import load_config, take_number
+from maxtext.cli.data import load_config
 from maxtext.cli.terminal import format_table
+from maxtext.common import log
 from maxtext.common.errors import ConfigError
 from maxtext.configs.types import MaxTextConfig
 
-BATCHES, ROWS = 1, 4  # default number of batches, and of rows of each to show
 TOKEN_SOURCES = ("synthetic", "olmo_grain")  # sources of token ids, which need no tokenizer
 
 
@@ -92,12 +92,10 @@ class BatchStatistics:
         return summary
 
 
-def run(args: list[str]) -> int:
-    as_json = arguments.take_flag(args, "--json")
-    evaluation = arguments.take_flag(args, "--eval")
-    batches = take_number(args, "--batches", least=1) or BATCHES
-    rows = take_number(args, "--rows", least=0)
-    config = load_config(args)
+def run(arguments: Arguments) -> int:
+    log.configure()
+    evaluation = arguments["--eval"]
+    config = load_config(arguments.all_words)
     tokenized = config.dataset_type.value not in TOKEN_SOURCES and (
         config.tokenize_eval_data if evaluation else config.tokenize_train_data
     )
@@ -106,8 +104,9 @@ def run(args: list[str]) -> int:
     if isinstance(decoder, TextDecoder) and detects_truncation(config, tokenized):
         eos_id = decoder.tokenizer.eos_id
     statistics = BatchStatistics(eos_id)
-    num_rows = ROWS if rows is None else rows
-    shown, documents, reports = read_batches(config, evaluation, batches, num_rows, statistics)
+    shown, documents, reports = read_batches(
+        config, evaluation, arguments["--batches"], arguments["--rows"], statistics
+    )
     summary = statistics.summary(documents)
     if has_masks(config):
         summary["learned_tokens"] = statistics.learned
@@ -115,7 +114,7 @@ def run(args: list[str]) -> int:
             {"rows_that": remark, "rows": count, "first": example}
             for remark, (count, example) in reports.items()
         ]
-    if as_json:
+    if arguments["--json"]:
         print(
             json.dumps(
                 {

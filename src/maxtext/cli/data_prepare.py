@@ -1,5 +1,5 @@
 """`maxtext data prepare`: tokenizes the training documents into files, in parallel and
-resumable.
+resumable. `maxtext data index`: an index of files that are tokenized already.
 """
 
 import shlex
@@ -7,9 +7,10 @@ import sys
 import time
 from typing import Any
 
-from maxtext.cli import arguments
-from maxtext.cli.data import load_config, take_number
+from maxtext.cli.arguments import Arguments
+from maxtext.cli.data import load_config
 from maxtext.cli.terminal import format_table
+from maxtext.common import log
 from maxtext.common.errors import ConfigError
 from maxtext.common.files import local_path
 from maxtext.common.hardware import format_bytes
@@ -17,20 +18,17 @@ from maxtext.common.hardware import format_bytes
 LINE_SECONDS = 10.0  # between two lines of progress without a terminal
 
 
-def run(args: list[str]) -> int:
+def run(arguments: Arguments) -> int:
     from maxtext.input_pipeline.prepare import prepare, training_overrides
     from maxtext.tokenizers.text_utils import num_cores
     from maxtext.trainers.methods import method_of
 
-    out = arguments.take_value(args, "--out")
-    workers = take_number(args, "--workers", least=1) or num_cores()
-    shard_documents = take_number(args, "--shard-documents", least=1)
-    if out is None:
-        raise ConfigError(
-            "name an output folder: maxtext data prepare --out DIR [FILE] [key=value ...]"
-        )
-    folder = local_path(out)
-    config = load_config(args)
+    log.configure()
+    if arguments.task == "index":
+        return write_olmo_index(arguments)
+    folder, shard_documents = arguments["--out"], arguments["--shard-documents"]
+    workers = arguments["--workers"] or num_cores()
+    config = load_config(arguments.all_words)
     row_format = method_of(config).row_format(config)
     with ProgressReport(f"preparing {folder}") as report:
         result = prepare(config, row_format, folder, shard_documents, workers, report)
@@ -46,6 +44,29 @@ def run(args: list[str]) -> int:
         done = "nothing was missing in"
     print(f"{done} {folder}\n{format_table(rows, left=1)}", end="")
     print(f"train on it with\n{shlex.join(training_overrides(folder))}")
+    return 0
+
+
+def write_olmo_index(arguments: Arguments) -> int:
+    """`maxtext data index`: the index of tokenized .npy files for dataset_type=olmo_grain."""
+    from maxtext.input_pipeline.formats import find_files
+    from maxtext.input_pipeline.olmo_index import write_index
+
+    out, length = arguments["--out"], arguments["--length"]
+    if not arguments.words:
+        raise ConfigError(f"name the files: {arguments.usage}")
+    if local_path(out).exists():
+        raise ConfigError(f"{out} exists already: remove it first, or choose another --out")
+    files = find_files("FILES", ",".join(arguments.words))
+    index = write_index(out, files, length, arguments["--dtype"])
+    print(
+        f"wrote {out}: {len(index.shards):,} files, {index.tokens:,} tokens, {index.instances:,} "
+        f"rows of {length:,}"
+    )
+    print(
+        f"train on it with\ndataset_type=olmo_grain olmo_index_path={out} "
+        f"max_target_length={length}"
+    )
     return 0
 
 

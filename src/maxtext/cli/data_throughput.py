@@ -9,23 +9,25 @@ from typing import Any
 
 import numpy as np
 
+from maxtext.cli.arguments import Arguments
 from maxtext.cli.batch_segments import sides
 from maxtext.cli.data import load_config
 from maxtext.cli.terminal import format_table
-from maxtext.common import signals
+from maxtext.common import log, signals
 from maxtext.configs.types import MaxTextConfig
 
 LINE_SECONDS = 10.0  # between two lines of progress
 PREFETCHED_BATCHES = 2  # as in a training run
 
 
-def run(args: list[str]) -> int:
+def run(arguments: Arguments) -> int:
     from functools import partial
 
     from maxtext.input_pipeline import Split, open_data_streams, prefetch
     from maxtext.trainers.methods import method_of
 
-    config = load_config(args)
+    log.configure()
+    config = load_config(arguments.all_words)
     start = time.perf_counter()
     method = method_of(config)
     streams = open_data_streams(

@@ -7,7 +7,8 @@ import sys
 import time
 from typing import Any
 
-from maxtext.cli import arguments, positionals
+from maxtext.cli import positionals
+from maxtext.cli.arguments import Arguments
 from maxtext.cli.generation import (
     DIM,
     GenerationSession,
@@ -26,10 +27,8 @@ DIFF_CHARACTERS = 40  # of two texts, shown from where they differ
 USELESS = {"enable_model_warmup": "the one prompt warms it up"}
 
 
-def run(args: list[str]) -> int:
-    adapter = arguments.take_adapter(args)
-    file, overrides = positionals.split(args, data=None)
-    overrides = overrides + adapter
+def run(arguments: Arguments) -> int:
+    file, overrides = positionals.split(arguments.all_words, data=None)
     model = resolve_named_model("maxtext decode MODEL prompt=TEXT", file, overrides)
     config = model.config
     refuse_useless(config, "decode", USELESS)

@@ -2,7 +2,8 @@
 
 import os
 
-from maxtext.cli import arguments, positionals
+from maxtext.cli import positionals
+from maxtext.cli.arguments import Arguments
 from maxtext.cli.train import check_has_data, open_model_checkpoint
 from maxtext.common.errors import ConfigError
 from maxtext.common.files import local_path
@@ -15,12 +16,12 @@ from maxtext.models.configuration import load
 USAGE = "maxtext distill-logits --top-k K OUT [FILE] [key=value ...]"
 
 
-def run(args: list[str]) -> int:
-    text = arguments.take_value(args, "--top-k")
-    if text is None or not text.isdecimal() or not args or "=" in args[0]:
-        raise ConfigError(f"name the number of logits of a token and a folder: {USAGE}")
-    folder, args = local_path(args[0]), args[1:]
-    path, overrides = positionals.split(args)
+def run(arguments: Arguments) -> int:
+    words = arguments.all_words
+    if not words or "=" in words[0]:
+        raise ConfigError(f"name a folder for the logits: {USAGE}")
+    folder = local_path(words[0])
+    path, overrides = positionals.split(words[1:])
     path = path or str(sources.HERE / "distill.yml")
     layer = sources.from_overrides(overrides)
     # A frozen model needs no weights wider than what it computes in.
@@ -33,7 +34,7 @@ def run(args: list[str]) -> int:
     configure_process(config)
     from maxtext.trainers.methods.distillation.write_logits import write_logits
 
-    num_parts, num_rows = write_logits(config, folder, int(text), checkpoint)
+    num_parts, num_rows = write_logits(config, folder, arguments["--top-k"], checkpoint)
     wrote = f"wrote {num_rows} rows in {num_parts} parts to"
     print(f"{wrote if num_parts else 'nothing was missing in'} {folder}")
     print(f"train on it with\noffline_data_dir={folder}")

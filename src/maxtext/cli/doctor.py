@@ -1,13 +1,14 @@
 """`maxtext doctor`: reports what this machine can run, and problems with remedies."""
 
 from maxtext.cli import positionals
+from maxtext.cli.arguments import Arguments
 from maxtext.configs.derive import Devices
 from maxtext.diagnostics.doctor import diagnose
 from maxtext.models.configuration import load
 
 
-def run(args: list[str]) -> int:
-    path, overrides = positionals.split(args)
+def run(arguments: Arguments) -> int:
+    path, overrides = positionals.split(arguments.all_words)
     # Must work on a machine where no device starts, so JAX is not asked for devices here.
     report = diagnose(load(path, overrides, devices=Devices(1)).base_output_directory)
     for title, lines in report.sections.items():

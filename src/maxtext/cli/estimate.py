@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from maxtext.cli import arguments, positionals
+from maxtext.cli import positionals
+from maxtext.cli.arguments import Arguments
 from maxtext.cli.targets import load_for_target
-from maxtext.common.errors import ConfigError
 from maxtext.common.hardware import format_bytes
 from maxtext.configs.types import MaxTextConfig
 from maxtext.trainers.memory.estimate import (
@@ -25,23 +25,13 @@ WIDTH = 110  # of tables, if the output is no terminal
 TOO_SMALL = 2  # exit code
 
 
-def run(args: list[str]) -> int:
-    style = arguments.take_option(args, "--format", ("json",))
-    compiling = not arguments.take_flag(args, "--no-compile")
-    searching = arguments.take_flag(args, "--search")
-    name = arguments.take_value(args, "--target") or ""
-    slices = arguments.take_value(args, "--slices") or "0"
-    if not slices.isdigit():
-        raise ConfigError(f"--slices takes a number, not {slices!r}")
-    if searching and not compiling:
-        raise ConfigError(
-            "--search compiles to confirm, and --no-compile forbids it: leave one out"
-        )
-    path, overrides = positionals.split(args)
-    config, target = load_for_target(path, overrides, name, int(slices))
-    estimate = estimate_memory(config, target, compiling)
-    plans = suggest_plans(estimate, searching)
-    if style == "json":
+def run(arguments: Arguments) -> int:
+    path, overrides = positionals.split(arguments.all_words)
+    name, slices = arguments["--target"] or "", arguments["--slices"] or 0
+    config, target = load_for_target(path, overrides, name, slices)
+    estimate = estimate_memory(config, target, not arguments["--no-compile"])
+    plans = suggest_plans(estimate, arguments["--search"])
+    if arguments["--format"] == "json":
         print(json.dumps(to_json(estimate, plans), indent=2))
     else:
         show(estimate, plans)

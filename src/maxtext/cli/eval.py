@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from maxtext.cli import arguments, positionals
+from maxtext.cli import positionals
+from maxtext.cli.arguments import Arguments
 from maxtext.cli.generation import (
     ResolvedModel,
     load_session,
@@ -22,7 +23,6 @@ from maxtext.cli.terminal import CountBar, format_table
 from maxtext.common import progress
 from maxtext.common.errors import ConfigError
 from maxtext.common.extras import require
-from maxtext.common.files import local_path
 
 USELESS = {
     "prompt": "prompts are those of the texts and tasks",
@@ -30,12 +30,6 @@ USELESS = {
     "return_log_prob": "the report has sums of them",
     "autoregressive_decode_assert": "it is about the completion of `maxtext decode`",
     "use_chat_template": "--apply-chat-template does that",
-}
-# Options of some modes only.
-MODE_OPTIONS = {
-    "--perplexity": ("--window", "--stride"),
-    "--tasks": ("--include-path", "--limit", "--num-fewshot", "--apply-chat-template"),
-    "--builtin": ("--limit", "--seed", "--apply-chat-template"),
 }
 Row = tuple[str, ...]
 
@@ -46,12 +40,12 @@ class EvalArguments:
     overrides: list[str]
     mode: str  # --perplexity, --tasks or --builtin
     value: str  # of that option
-    options: dict[str, Any]  # of the mode, those that are given
+    options: Arguments
     out: Path | None
 
 
-def run(args: list[str]) -> int:
-    parsed = parse_arguments(args)
+def run(arguments: Arguments) -> int:
+    parsed = read_arguments(arguments)
     table, report = MODES[parsed.mode](parsed)
     sys.stdout.write(format_table(table, left=1 if parsed.mode == "--perplexity" else 2))
     if parsed.out is not None:
@@ -61,50 +55,32 @@ def run(args: list[str]) -> int:
     return 0
 
 
-def parse_arguments(args: list[str]) -> EvalArguments:
-    """Raises ConfigError for the first argument that is wrong."""
-    args = list(args)
-    adapter = arguments.take_adapter(args)
-    out = arguments.take_value(args, "--json")
-    values = {mode: arguments.take_value(args, mode) for mode in MODE_OPTIONS}
-    options = {
-        "--window": arguments.take_number(args, "--window", 2),
-        "--stride": arguments.take_number(args, "--stride", 1),
-        "--include-path": arguments.take_value(args, "--include-path"),
-        "--limit": arguments.take_number(args, "--limit", 1),
-        "--num-fewshot": arguments.take_number(args, "--num-fewshot", 0),
-        "--apply-chat-template": arguments.take_flag(args, "--apply-chat-template") or None,
-        "--seed": arguments.take_number(args, "--seed", 0),
-    }
-    words, settings = positionals.split_words(args)
-    if len(words) > 1 and not any(values.values()):
-        args, values["--perplexity"] = [words[0], *settings], ",".join(words[1:])
-    file, overrides = positionals.split(args, data=None, presets=False)
-    modes = [mode for mode, value in values.items() if value is not None]
-    if len(modes) != 1:
-        raise ConfigError(f"give one of {', '.join(MODE_OPTIONS)}, not {len(modes)} of them")
-    mode = modes[0]
-    given = {name: value for name, value in options.items() if value is not None}
-    for name in given:
-        if name not in MODE_OPTIONS[mode]:
-            raise ConfigError(f"{name} would do nothing with {mode}: leave it out")
+def read_arguments(arguments: Arguments) -> EvalArguments:
+    """Raises ConfigError if they choose no mode, or several."""
+    chosen = {mode: arguments[mode] for mode in MODES if arguments[mode] is not None}
+    words, settings = positionals.split_words(arguments.all_words)
+    if len(words) > 1 and not chosen:
+        words, chosen = words[:1], {"--perplexity": ",".join(words[1:])}
+    file, overrides = positionals.split([*words, *settings], data=None, presets=False)
+    if not chosen:
+        raise ConfigError(f"name files of text, or give one of {', '.join(MODES)}")
+    ((mode, value),) = chosen.items()
     return EvalArguments(
         file=file,
-        overrides=overrides + adapter,
+        overrides=overrides,
         mode=mode,
-        value=str(values[mode]),
-        options=given,
-        out=None if out is None else check_out(out),
+        value=value,
+        options=arguments,
+        out=None if arguments["--json"] is None else check_out(arguments["--json"]),
     )
 
 
-def check_out(out: str) -> Path:
-    path = local_path(out)
+def check_out(path: Path) -> Path:
     if path.is_dir():
-        raise ConfigError(f"--json {out} is a folder: name a file")
+        raise ConfigError(f"--json {path} is a folder: name a file")
     parent = next(folder for folder in path.absolute().parents if folder.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK):
-        raise ConfigError(f"--json {out} cannot be written: {parent} is not a writable folder")
+        raise ConfigError(f"--json {path} cannot be written: {parent} is not a writable folder")
     return path
 
 
@@ -119,7 +95,7 @@ def run_perplexity(parsed: EvalArguments) -> tuple[list[Row], dict[str, Any]]:
     from maxtext.inference.evaluation.report import build_report
 
     model = resolve(parsed)
-    length, stride = parsed.options.get("--window"), parsed.options.get("--stride")
+    length, stride = parsed.options["--window"], parsed.options["--stride"]
     windows = perplexity.make_windows(model.config.max_target_length, length, stride)
     documents = perplexity.open_texts(parsed.value)
     session = load_session(model)
@@ -152,11 +128,11 @@ def run_tasks(parsed: EvalArguments) -> tuple[list[Row], dict[str, Any]]:
     if not names:
         raise ConfigError("--tasks needs names, separated by commas")
     options = parsed.options
-    num_fewshot, limit = options.get("--num-fewshot"), options.get("--limit")
-    chat = bool(options.get("--apply-chat-template"))
+    num_fewshot, limit = options["--num-fewshot"], options["--limit"]
+    chat = options["--apply-chat-template"]
     model = resolve(parsed)
     progress.start("loading the tasks")
-    loaded = tasks.load_tasks(names, options.get("--include-path"), num_fewshot)
+    loaded = tasks.load_tasks(names, options["--include-path"], num_fewshot)
     session = load_session(model)
     with CountBar() as bar:
         lm = MaxTextLM(session.llm, progress=bar)
@@ -185,8 +161,8 @@ def run_builtin(parsed: EvalArguments) -> tuple[list[Row], dict[str, Any]]:
 
     names = run_benchmarks.parse_names(parsed.value)
     options = parsed.options
-    samples = options.get("--limit", run_benchmarks.DEFAULT_SAMPLES)
-    seed, chat = options.get("--seed", 0), bool(options.get("--apply-chat-template"))
+    samples = options["--limit"] or run_benchmarks.DEFAULT_SAMPLES
+    seed, chat = options["--seed"], options["--apply-chat-template"]
     model = resolve(parsed)
     session = load_session(model)
     with CountBar() as bar:

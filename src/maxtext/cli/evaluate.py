@@ -3,7 +3,8 @@
 import json
 from pathlib import Path
 
-from maxtext.cli import arguments, positionals
+from maxtext.cli import positionals
+from maxtext.cli.arguments import Arguments
 from maxtext.cli.generation import load_session, note, resolve_named_model
 from maxtext.common.errors import ConfigError
 from maxtext.configs import sources
@@ -12,11 +13,8 @@ from maxtext.configs.derive import run_folder
 PRESET = str(sources.HERE / "evaluate.yml")
 
 
-def run(args: list[str]) -> int:
-    as_json = arguments.take_flag(args, "--json")
-    adapter = arguments.take_adapter(args)
-    file, overrides = positionals.split(args, data="eval")
-    overrides += adapter
+def run(arguments: Arguments) -> int:
+    file, overrides = positionals.split(arguments.all_words, data="eval")
     if file is not None:
         overrides += sources.METHOD_KEYS["grpo"]
     file = file or PRESET
@@ -37,7 +35,7 @@ def run(args: list[str]) -> int:
     if config.eval_make_lst:
         note(f"wrote {write_responses(config, evaluation, Path(run_folder(config)))}")
     metrics = evaluation.metrics
-    if as_json:
+    if arguments["--json"]:
         print(json.dumps({"problems": len(problems), **metrics}))
         return 0
     width = max(map(len, metrics))

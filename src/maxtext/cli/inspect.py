@@ -6,22 +6,18 @@ from typing import Any
 from maxtext.adapters import peft
 from maxtext.checkpoint import steps
 from maxtext.checkpoint.inspect import CheckpointSummary, TensorRow, summarize
-from maxtext.cli import arguments
+from maxtext.cli.arguments import Arguments
 from maxtext.cli.terminal import format_table
-from maxtext.common.errors import ConfigError, UserError
+from maxtext.common.errors import UserError
 from maxtext.common.hub import find_folder
 
 
-def run(args: list[str]) -> int:
-    verify = arguments.take_flag(args, "--verify")
-    as_json = arguments.take_flag(args, "--json")
-    if len(args) != 1 or args[0].startswith("-"):
-        raise ConfigError("give one folder: maxtext inspect DIR [--verify] [--json]")
-    folder = find_folder(args[0]).absolute()
+def run(arguments: Arguments) -> int:
+    folder, as_json = find_folder(arguments.words[0]).absolute(), arguments["--json"]
     if (folder / peft.CONFIG_FILE).is_file() and not steps.has_steps(folder):
         summary = peft.summarize(folder)
     else:
-        summary = summarize(folder, verify)
+        summary = summarize(folder, arguments["--verify"])
     print(json.dumps(plain(summary)) if as_json else text(summary), end="\n" if as_json else "")
     if summary.damaged:
         raise UserError("\n".join(summary.damaged))

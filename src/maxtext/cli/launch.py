@@ -7,17 +7,17 @@ resume from the run's last checkpoint. With elastic_enabled, a process that fail
 left is lost, and the run continues with as many of the others as its mesh and batch allow.
 """
 
-import argparse
 import glob
 import importlib.util
 import os
 import re
 import socket
 import sys
-from collections.abc import Callable, Mapping
-from typing import NoReturn
+from collections.abc import Mapping
 
 from maxtext.cli import manifests, positionals
+from maxtext.cli.arguments import Arguments, parse
+from maxtext.cli.commands import COMMANDS
 from maxtext.cli.train import open_model_checkpoint
 from maxtext.common import log, processes, rendezvous, supervise
 from maxtext.common.errors import ConfigError
@@ -39,77 +39,44 @@ COORDINATOR_NOISE = re.compile(
 COUNT_FLAG = "--xla_force_host_platform_device_count"
 
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; see maxtext launch --help")
-
-
-def at_least(minimum: int) -> Callable[[str], int]:
-    def parse_int(text: str) -> int:
-        if not text.isdecimal() or int(text) < minimum:
-            raise argparse.ArgumentTypeError(
-                f"{text!r} is not a whole number of at least {minimum}"
-            )
-        return int(text)
-
-    return parse_int
-
-
-def run(args: list[str]) -> int:
-    options, train_args = parse(args)
-    if options.print:
-        print(manifests.render(options, train_args), end="")
+def run(arguments: Arguments) -> int:
+    train_args = check_arguments(arguments)
+    if arguments["--print"]:
+        print(manifests.render(arguments, train_args), end="")
         return 0
     log.configure()
-    return LocalLauncher(options, train_args).run()
+    return LocalLauncher(arguments, train_args).run()
 
 
-def parse(args: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """(options of launch, arguments after `train`)."""
-    parser = Parser(prog="maxtext launch", add_help=False, allow_abbrev=False)
-    for option, minimum in (
-        ("--local", 1),
-        ("--devices-per-process", 1),
-        ("--restarts", 0),
-        ("--grace", 1),
-    ):
-        parser.add_argument(option, type=at_least(minimum))
-    parser.add_argument("--cpu", action="store_true")
-    parser.add_argument("--print", choices=tuple(manifests.RENDERERS))
-    manifests.add_options(parser, at_least)
-    split = args.index("--") if "--" in args else len(args)
-    options = parser.parse_args(args[:split])
-    command, *train_args = args[split + 1 :] or [""]
-    if command != "train":
+def check_arguments(arguments: Arguments) -> list[str]:
+    """The arguments after `train`. Raises ConfigError if another command is named, or none."""
+    command, *train_args = arguments.rest or [""]
+    if arguments.words or command != "train":
         raise ConfigError(
             "the command to run follows `--`, and it must be train: "
             "maxtext launch --local 2 -- train quickstart"
         )
-    if bool(options.local) == bool(options.print):
+    if bool(arguments["--local"]) == bool(arguments["--print"]):
         raise ConfigError(
             "launch takes one of --local N (processes of this machine) and --print k8s|slurm"
         )
-    unused = manifests.OPTIONS if options.local else ("devices_per_process", "cpu")
-    for name in unused:
-        if getattr(options, name):
-            required = "--print" if options.local else "--local"
-            raise ConfigError(f"--{name.replace('_', '-')} would do nothing: it needs {required}")
-    return options, train_args
+    return train_args
 
 
 class LocalLauncher:
     """Runs N processes on this machine."""
 
-    def __init__(self, options: argparse.Namespace, args: list[str]):
-        self.num_processes = options.local
+    def __init__(self, options: Arguments, args: list[str]):
+        self.num_processes = options["--local"]
         self.args = args
-        self.path, self.overrides = positionals.split(args)
-        self.restarts = options.restarts or 0
-        self.grace = float(options.grace or 60)
-        self.environment = shared_environment(os.environ, options.cpu)
+        parsed = parse("train", COMMANDS["train"], args)
+        self.path, self.overrides = positionals.split(parsed.all_words)
+        self.restarts = options["--restarts"] or 0
+        self.grace = float(options["--grace"] or 60)
+        self.environment = shared_environment(os.environ, options["--cpu"])
         self.gpus = visible_gpus(self.environment)
         self.devices_per_process = devices_per_process(options, self.environment, self.gpus)
-        self.simulated_devices = options.devices_per_process if not self.gpus else None
+        self.simulated_devices = options["--devices-per-process"] if not self.gpus else None
         self.config = self.load_config(self.num_processes)
         self.check()
 
@@ -251,10 +218,8 @@ def visible_gpus(environ: Mapping[str, str]) -> list[str]:
     return [str(index) for index in range(len(glob.glob("/dev/nvidia[0-9]*")))]
 
 
-def devices_per_process(
-    options: argparse.Namespace, environ: Mapping[str, str], gpus: list[str]
-) -> int:
-    count, requested = options.local, options.devices_per_process
+def devices_per_process(options: Arguments, environ: Mapping[str, str], gpus: list[str]) -> int:
+    count, requested = options["--local"], options["--devices-per-process"]
     if gpus:
         if (len(gpus) % count and not requested) or count * (requested or 1) > len(gpus):
             raise ConfigError(

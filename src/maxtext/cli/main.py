@@ -1,21 +1,20 @@
 """The `maxtext` command line: runs a command, and turns errors into messages and exit codes.
 
-Only the standard library is imported here, so that help is instant; the module of a command is
-imported when it runs.
+Only the standard library is imported here, so that help is instant; the arguments are parsed by
+options.py, and the module of a command is imported when it runs.
 """
 
 import contextlib
 import importlib
 import os
 import sys
-import textwrap
 import traceback
 from collections.abc import Callable
 
+from maxtext.cli.arguments import COMMON, command_help, parse
 from maxtext.cli.commands import COMMANDS
 from maxtext.common import progress, signals
 
-FILE_AND_OVERRIDES = "[FILE] [key=value ...]"
 # What other programs call a command
 SYNONYMS = {
     "finetune": "sft",
@@ -33,10 +32,6 @@ SYNONYMS = {
     "info": "inspect",
     "list": "models",
 }
-COMMON = (
-    "FILE is a YAML file or the name of a preset; key=value arguments override it\n"
-    "(any key of base.yml).\n--debug shows the full traceback of an error.\n"
-)
 
 
 def help_text() -> str:
@@ -49,17 +44,6 @@ def help_text() -> str:
         + f"\n\n{COMMON}\nexample: {COMMANDS['config'].example}\n"
         "`maxtext COMMAND --help` shows its options; `maxtext --version` prints the version.\n"
     )
-
-
-def command_help(name: str) -> str:
-    command = COMMANDS[name]
-    usage = textwrap.indent(command.usage or f"maxtext {name} {FILE_AND_OVERRIDES}", " " * 7)
-    parts = [f"usage: {usage.lstrip()}", f"{command.summary[0].upper()}{command.summary[1:]}."]
-    if command.options:
-        parts.append(textwrap.indent(command.options, "  "))
-    if command.settings:
-        parts.append(COMMON.rstrip())
-    return "\n\n".join([*parts, f"example: {command.example}"]) + "\n"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -141,22 +125,15 @@ def run(args: list[str]) -> int:
         hint = f"; did you mean {synonym}?" if synonym else suggest(name, COMMANDS)
         hint = hint or f"; the commands are {', '.join(COMMANDS)}"
         raise ConfigError(f"unknown command {name!r}{hint}")
+    command = COMMANDS[name]
     if any(arg in ("-h", "--help") for arg in rest):
-        print(command_help(name), end="")
+        print(command_help(name, command), end="")
         return 0
-    if name != "launch":  # its options name images and commands of other machines
-        from maxtext.cli.arguments import refuse_remote
-
-        is_text = name == "tokenizer" and rest[:1] == ["inspect"]  # from the third argument on
-        # Origins of pages after a folder, and the address of a server.
-        has_urls = name == "serve" or (name, *rest[:1]) == ("bench", "serve")
-        has_server = name == "chat" and any(arg.startswith("--server") for arg in rest)
-        if not has_server:
-            refuse_remote(rest[:1] if has_urls else rest[:2] if is_text else rest)
+    arguments = parse(name, command, rest)
     with progress.working(f"maxtext {name} is starting"):  # the imports take seconds
         with signals.starting_service() if name == "serve" else contextlib.nullcontext():
-            command = importlib.import_module(f"maxtext.cli.{name.replace('-', '_')}")
-        return command.run(rest)
+            module = importlib.import_module(f"maxtext.cli.{arguments.module}")
+        return module.run(arguments)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ SIGTERM early enough for a last save (enable_autocheckpoint). Neither restarts a
 configuration is invalid (exit code 2).
 """
 
-import argparse
 import math
 import re
 import shlex
@@ -16,6 +15,8 @@ from typing import Any
 import yaml
 
 from maxtext.cli import positionals
+from maxtext.cli.arguments import Arguments, parse
+from maxtext.cli.commands import COMMANDS
 from maxtext.common.errors import ConfigError
 from maxtext.common.rendezvous import DEFAULT_PORT
 from maxtext.configs import sources
@@ -31,35 +32,27 @@ TPU_NODES = {
 CHIPS_PER_HOST = 4
 JOB = "workers"
 OUTPUT = "/output"
-OPTIONS = ("nodes", "gpus_per_node", "tpu_topology", "slices", "image", "name", "time", "volume")
 
 
-def add_options(parser: argparse.ArgumentParser, at_least: Callable[[int], Any]) -> None:
-    for option in ("--nodes", "--gpus-per-node", "--slices"):
-        parser.add_argument(option, type=at_least(1))
-    for option in ("--tpu-topology", "--image", "--name", "--time", "--volume"):
-        parser.add_argument(option)
-
-
-def render(options: argparse.Namespace, args: list[str]) -> str:
-    name = options.name or "maxtext"
+def render(options: Arguments, args: list[str]) -> str:
+    name = options["--name"] or "maxtext"
     if not re.fullmatch(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?", name):
         raise ConfigError(
             f"--name {name!r}: use up to 40 small letters, digits and dashes, beginning with a "
             "letter"
         )
-    for option in UNUSED[options.print]:
-        if getattr(options, option):
+    for option in UNUSED[options["--print"]]:
+        if option in options.values:
             raise ConfigError(
-                f"--{option.replace('_', '-')} would do nothing: it does not belong to "
-                f"{options.print}"
+                f"{option} would do nothing: it does not belong to {options['--print']}"
             )
-    return RENDERERS[options.print](options, name, args)
+    return RENDERERS[options["--print"]](options, name, args)
 
 
 def add_defaults(args: list[str], **defaults: str) -> list[str]:
     """The arguments of `train`, with defaults for the keys that neither they nor FILE set."""
-    words, overrides = positionals.split_words(args)
+    parsed = parse("train", COMMANDS["train"], args)
+    words, overrides = positionals.split_words(parsed.all_words)
     # Models and data may be on the cluster alone.
     path = next((word for word in words[:1] if positionals.names_file(word, {})), None)
     layer = sources.from_overrides(overrides)
@@ -67,23 +60,18 @@ def add_defaults(args: list[str], **defaults: str) -> list[str]:
     return [*args, *(f"{key}={defaults[key]}" for key in unset)]
 
 
-def header(options: argparse.Namespace, args: list[str]) -> str:
-    launch_args = [f"--print {options.print}"]
-    for option in (*OPTIONS, "restarts", "grace"):
-        if getattr(options, option) is not None:
-            launch_args.append(
-                f"--{option.replace('_', '-')} {shlex.quote(str(getattr(options, option)))}"
-            )
-    return f"# maxtext launch {' '.join(launch_args)} -- train {shlex.join(args)}\n"
+def header(options: Arguments, args: list[str]) -> str:
+    given = [f"{name} {shlex.quote(str(value))}" for name, value in options.values.items()]
+    return f"# maxtext launch {' '.join(given)} -- train {shlex.join(args)}\n"
 
 
-def jobset(options: argparse.Namespace, name: str, args: list[str]) -> str:
+def jobset(options: Arguments, name: str, args: list[str]) -> str:
     """A JobSet: one Job per slice, one pod per host; pods find each other by name through the
     headless service."""
     hosts, limits, selector = hardware(options)
-    slices = options.slices or 1
+    slices = options["--slices"] or 1
     environment = [{"name": "JOBSET_NAME", "value": name}]  # names the run
-    if not options.tpu_topology:  # GKE tells TPU pods about each other
+    if not options["--tpu-topology"]:  # GKE tells TPU pods about each other
         address = f"{name}-{JOB}-0-0.{name}:{DEFAULT_PORT}"
         environment += [
             {"name": "JAX_COORDINATOR_ADDRESS", "value": address},
@@ -91,7 +79,7 @@ def jobset(options: argparse.Namespace, name: str, args: list[str]) -> str:
         ]
     container: dict[str, Any] = {
         "name": "train",
-        "image": options.image or "maxtext:latest",
+        "image": options["--image"] or "maxtext:latest",
         "command": ["maxtext", "train"],
         "args": add_defaults(args, base_output_directory=OUTPUT, enable_autocheckpoint="true"),
         "env": environment,
@@ -104,12 +92,12 @@ def jobset(options: argparse.Namespace, name: str, args: list[str]) -> str:
         container["resources"] = {"limits": limits}
     pod: dict[str, Any] = {
         "restartPolicy": "Never",
-        "terminationGracePeriodSeconds": options.grace or 120,
+        "terminationGracePeriodSeconds": options["--grace"] or 120,
         "containers": [container],
         "volumes": [
             {
                 "name": "output",
-                "persistentVolumeClaim": {"claimName": options.volume or "maxtext-output"},
+                "persistentVolumeClaim": {"claimName": options["--volume"] or "maxtext-output"},
             },
             {"name": "memory", "emptyDir": {"medium": "Memory"}},
         ],
@@ -126,7 +114,7 @@ def jobset(options: argparse.Namespace, name: str, args: list[str]) -> str:
         "template": {"metadata": {"labels": {"app": name}}, "spec": pod},
     }
     metadata: dict[str, Any] = {"name": name, "labels": {"app": name}}
-    if options.tpu_topology:
+    if options["--tpu-topology"]:
         metadata["annotations"] = {
             "alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"
         }
@@ -148,27 +136,26 @@ def jobset(options: argparse.Namespace, name: str, args: list[str]) -> str:
     return header(options, args) + yaml.safe_dump(manifest, sort_keys=False, width=120)
 
 
-def hardware(options: argparse.Namespace) -> tuple[int, dict[str, int], dict[str, str]]:
+def hardware(options: Arguments) -> tuple[int, dict[str, int], dict[str, str]]:
     """(hosts of a job, resource limits of a pod, node selector)."""
-    if not options.tpu_topology:
-        if options.slices:
+    topology = options["--tpu-topology"]
+    if not topology:
+        if options["--slices"]:
             raise ConfigError("--slices would do nothing: it needs --tpu-topology")
-        gpus = options.gpus_per_node
-        return options.nodes or 1, {"nvidia.com/gpu": gpus} if gpus else {}, {}
-    kind, _, shape = options.tpu_topology.partition(":")
+        gpus = options["--gpus-per-node"]
+        return options["--nodes"] or 1, {"nvidia.com/gpu": gpus} if gpus else {}, {}
+    kind, _, shape = topology.partition(":")
     if kind not in TPU_NODES or not re.fullmatch(r"\d+(x\d+){1,2}", shape):
         raise ConfigError(
-            f"--tpu-topology {options.tpu_topology!r}: write {', '.join(TPU_NODES)} and its shape, "
-            "as v5p:4x4x4"
+            f"--tpu-topology {topology!r}: write {', '.join(TPU_NODES)} and its shape, as v5p:4x4x4"
         )
-    if options.gpus_per_node:
+    if options["--gpus-per-node"]:
         raise ConfigError("--gpus-per-node and --tpu-topology exclude each other: keep one")
     chips = math.prod(map(int, shape.split("x")))
     hosts = max(chips // CHIPS_PER_HOST, 1)
-    if options.nodes not in (None, hosts):
+    if options["--nodes"] not in (None, hosts):
         raise ConfigError(
-            f"--nodes {options.nodes}, but {options.tpu_topology} has {hosts} hosts: leave --nodes "
-            "out"
+            f"--nodes {options['--nodes']}, but {topology} has {hosts} hosts: leave --nodes out"
         )
     selector = {
         "cloud.google.com/gke-tpu-accelerator": TPU_NODES[kind],
@@ -177,8 +164,8 @@ def hardware(options: argparse.Namespace) -> tuple[int, dict[str, int], dict[str
     return hosts, {"google.com/tpu": min(chips, CHIPS_PER_HOST)}, selector
 
 
-def restarts(options: argparse.Namespace) -> int:
-    return 10 if options.restarts is None else options.restarts
+def restarts(options: Arguments) -> int:
+    return 10 if options["--restarts"] is None else options["--restarts"]
 
 
 SBATCH = """\
@@ -229,26 +216,27 @@ exit "$code"
 """
 
 
-def sbatch(options: argparse.Namespace, name: str, args: list[str]) -> str:
+def sbatch(options: Arguments, name: str, args: list[str]) -> str:
     train_args = add_defaults(args, run_name="", enable_autocheckpoint="true")
     arg_text = " ".join(
         'run_name="$run_name"' if arg == "run_name=" else shlex.quote(arg) for arg in train_args
     )
+    gpus = options["--gpus-per-node"]
     return SBATCH.format(
         header=header(options, args),
         name=name,
-        nodes=options.nodes or 1,
-        gpus=f"#SBATCH --gpus-per-node={options.gpus_per_node}\n" if options.gpus_per_node else "",
-        time=options.time or "24:00:00",
-        grace=options.grace or 120,
+        nodes=options["--nodes"] or 1,
+        gpus=f"#SBATCH --gpus-per-node={gpus}\n" if gpus else "",
+        time=options["--time"] or "24:00:00",
+        grace=options["--grace"] or 120,
         restarts=restarts(options),
         port=DEFAULT_PORT,
         args=arg_text,
     )
 
 
-RENDERERS: dict[str, Callable[[argparse.Namespace, str, list[str]], str]] = {
+RENDERERS: dict[str, Callable[[Arguments, str, list[str]], str]] = {
     "k8s": jobset,
     "slurm": sbatch,
 }
-UNUSED = {"k8s": ("time",), "slurm": ("tpu_topology", "slices", "image", "volume")}
+UNUSED = {"k8s": ("--time",), "slurm": ("--tpu-topology", "--slices", "--image", "--volume")}

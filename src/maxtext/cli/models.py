@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from maxtext.cli.arguments import Arguments
 from maxtext.cli.terminal import format_table
-from maxtext.common.errors import ConfigError
 from maxtext.configs import fields
 from maxtext.configs.derive import Devices
 from maxtext.configs.ledger import unsupported_by_model
@@ -21,10 +21,8 @@ NOTE = (
 RUNS = "runs: no if the model needs keys that do not act yet; `maxtext models NAME` lists them."
 
 
-def run(args: list[str]) -> int:
-    if len(args) > 1 or any(arg.startswith("-") or "=" in arg for arg in args):
-        raise ConfigError(f"maxtext models takes at most one model name, not {' '.join(args)!r}")
-    print(description(args[0]) if args else table(), end="")
+def run(arguments: Arguments) -> int:
+    print(description(arguments.words[0]) if arguments.words else table(), end="")
     return 0
 
 

@@ -41,7 +41,7 @@ def split(
     that stand for the models and the data.
 
     `data` is "train" or "eval", or None for a command that reads no data. `models` are the keys of
-    the models, in order. Raises ConfigError for options and for words that are nothing of these.
+    the models, in order. Raises ConfigError for words that are nothing of these.
     """
     words, overrides = split_words(args)
     set_keys = {override.partition("=")[0]: override for override in overrides}
@@ -70,14 +70,7 @@ def split(
 
 
 def split_words(args: list[str]) -> tuple[list[str], list[str]]:
-    """Split the arguments into (words, key=value overrides). Raises ConfigError for an option."""
-    options = [arg for arg in args if arg.startswith("-")]
-    if options:
-        name = options[0].lstrip("-").partition("=")[0].replace("-", "_")
-        raise ConfigError(
-            f"unknown option {options[0]!r}; settings are written key=value, without dashes"
-            f"{key_hint(name)}"
-        )
+    """Split the arguments into (words, key=value overrides)."""
     words = [arg for arg in args if is_word(arg)]
     return words, [arg for arg in args if not is_word(arg)]
 

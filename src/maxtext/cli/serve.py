@@ -1,16 +1,14 @@
 """`maxtext serve`: an OpenAI-compatible HTTP server for one model."""
 
 import dataclasses
-import json
 import logging
-import os
-import re
 import socket
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from maxtext.cli import arguments, positionals
+from maxtext.cli import positionals
+from maxtext.cli.arguments import Arguments
 from maxtext.cli.generation import (
     GenerationSession,
     ResolvedModel,
@@ -19,14 +17,12 @@ from maxtext.cli.generation import (
     refuse_useless,
     resolve_model,
 )
-from maxtext.cli.vllm_flags import take_vllm_flags
 from maxtext.common import progress, signals
 from maxtext.common.descriptors import raise_descriptor_limit
 from maxtext.common.errors import ConfigError
 from maxtext.common.extras import require
 from maxtext.common.hub import model_name
 from maxtext.common.log import LOGGER, print_status
-from maxtext.configs.types import MaxTextConfig
 
 if TYPE_CHECKING:
     from maxtext.inference.server.app import ServerOptions
@@ -36,9 +32,6 @@ if TYPE_CHECKING:
 ENGINE_SECONDS = (
     5.0  # for a step of the engine when the server ends; one that compiles may take more
 )
-KEY_VARIABLE = "MAXTEXT_API_KEY"
-ALLOWED_HOST = re.compile(r"\*|(\.?[\w-]+(\.[\w-]+)*|\[[0-9a-f:]+\])(:[0-9]+)?", re.ASCII)
-ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s?#@A-Z]+")  # of a page; browsers send lower case
 PACKAGES = ("starlette", "uvicorn", "uvloop", "httptools", "prometheus_client")
 USELESS = {
     "prompt": "requests have their own",
@@ -68,11 +61,11 @@ class ServeArguments:
     options: "ServerOptions"
 
 
-def run(args: list[str]) -> int:
+def run(arguments: Arguments) -> int:
     with signals.starting_service():
         for package in PACKAGES:
             require(package, "maxtext serve")
-        parsed = parse_arguments(args)
+        parsed = read_arguments(arguments)
         parsed.tls.check()
         model = resolve_model(parsed.path, parsed.file, parsed.overrides)
         refuse_useless(model.config, "serve", USELESS)
@@ -194,118 +187,80 @@ def print_ready(parsed: ServeArguments, model: "ServedModel", listener: socket.s
     print_status("\n".join(lines))
 
 
-def parse_arguments(args: list[str]) -> ServeArguments:
-    """Raises ConfigError for the first flag that is wrong."""
-    from maxtext.inference.parsers import reasoning, tool_calls
+def read_arguments(arguments: Arguments) -> ServeArguments:
+    """Raises ConfigError for options that do not fit together."""
     from maxtext.inference.server.lifecycle import Tls
 
-    args = list(args)
-    overrides_of_flags = take_vllm_flags(args)
-    adapter = arguments.take_adapter(args)
-    host = arguments.take_value(args, "--host")
-    port = arguments.take_number(args, "--port", 0, 65535)
-    uds = arguments.take_value(args, "--uds")
-    if uds is not None and (host is not None or port is not None):
-        raise ConfigError("--uds is in place of --host and --port: leave them out")
     tls = Tls(
-        certificate=arguments.take_value(args, "--ssl-certfile"),
-        key=arguments.take_value(args, "--ssl-keyfile"),
-        authorities=arguments.take_value(args, "--ssl-ca-certs"),
+        certificate=arguments["--ssl-certfile"],
+        key=arguments["--ssl-keyfile"],
+        authorities=arguments["--ssl-ca-certs"],
     )
-    names = arguments.take_values(args, "--served-model-name")
-    max_queue = arguments.take_number(args, "--max-queue", 0)
-    drain_timeout = arguments.take_number(args, "--drain-timeout", 0)
-    source = arguments.take_option(args, "--generation-config", ("auto", "none", "vllm"))
-    template_defaults = parse_template_defaults(
-        arguments.take_value(args, "--default-chat-template-kwargs")
-    )
-    adapters = take_adapters(args, bool(adapter))
-    tool_parser = arguments.take_option(args, "--tool-call-parser", tool_calls.PARSERS)
-    reasoning_parser = arguments.take_option(args, "--reasoning-parser", reasoning.PARSERS)
-    options = parse_options(args)
-    allowed_hosts = tuple(take_allowed_hosts(args))
-    file, overrides = positionals.split([*args, *overrides_of_flags], data=None, presets=False)
-    path = model_path("maxtext serve MODEL [flags]", file, overrides)
-    host = host or "127.0.0.1"
+    host, uds = arguments["--host"], arguments["--uds"]
+    allowed_hosts = tuple(arguments["--allowed-hosts"])
     if uds is None:
         allowed_hosts += listened_names(host)
-    names = names or [model_name(path)]
+    file, overrides = positionals.split(arguments.all_words, data=None, presets=False)
+    path = model_path("maxtext serve MODEL [options]", file, overrides)
+    names = arguments["--served-model-name"] or [model_name(path)]
+    adapters = dict(arguments["--lora"])
+    if len(adapters) < len(arguments["--lora"]):
+        raise ConfigError("--lora takes NAME=DIR with names of their own: one is given twice")
     if taken := sorted(set(names) & set(adapters)):
         raise ConfigError(f"--lora {taken[0]}=… has the name of the model: give it its own")
     return ServeArguments(
         path=path,
         file=file,
-        overrides=overrides + adapter,
+        overrides=overrides,
         host=host,
-        port=8000 if port is None else port,
+        port=arguments["--port"],
         uds=uds,
         names=names,
-        max_queue=1024 if max_queue is None else max_queue,
-        drain_timeout=30.0 if drain_timeout is None else drain_timeout,
-        template_defaults=template_defaults,
-        uses_generation_config=source not in ("none", "vllm"),
-        tool_parser=tool_parser,
-        reasoning_parser=reasoning_parser,
+        max_queue=arguments["--max-queue"],
+        drain_timeout=arguments["--drain-timeout"],
+        template_defaults=template_defaults(arguments),
+        uses_generation_config=arguments["--generation-config"] not in ("none", "vllm"),
+        tool_parser=arguments["--tool-call-parser"],
+        reasoning_parser=arguments["--reasoning-parser"],
         adapters=adapters,
         tls=tls,
         # No browser reaches a unix socket, so names are the proxy's to check.
-        options=dataclasses.replace(options, allowed_hosts=allowed_hosts or ("*",)),
+        options=server_options(arguments, allowed_hosts or ("*",)),
     )
 
 
-def parse_options(args: list[str]) -> "ServerOptions":
-    from maxtext.inference.logprobs import MAX_LOGPROBS
+def server_options(arguments: Arguments, allowed_hosts: tuple[str, ...]) -> "ServerOptions":
     from maxtext.inference.server.app import ServerOptions
 
-    numbers: dict[str, Any] = {
-        "request_timeout": arguments.take_number(args, "--request-timeout", 0),
-        "max_body": arguments.take_number(args, "--max-body", 1),
-        "max_logprobs": arguments.take_number(args, "--max-logprobs", 0, MAX_LOGPROBS),
-    }
-    keys = arguments.take_values(args, "--api-key")
-    if not keys and os.environ.get(KEY_VARIABLE):
-        keys = [os.environ[KEY_VARIABLE]]
-    if not all(key.isascii() and key.isprintable() and key.strip() == key for key in keys):
-        raise ConfigError("an API key has characters that a header may not have")
-    prefix = arguments.take_option(args, "--metrics-prefix", ("maxtext", "vllm"))
+    root = arguments["--lora-root"]
+    if root is not None and not root.is_dir():
+        raise ConfigError(f"--lora-root {root} is no folder")
     return ServerOptions(
-        api_keys=keys,
-        cors_origins=take_origins(args),
-        metrics_prefix=prefix or "maxtext",
-        protect_metrics=arguments.take_flag(args, "--protect-metrics"),
-        strict_fields=arguments.take_flag(args, "--strict-fields"),
-        log_requests=arguments.take_flag(args, "--log-requests"),
-        log_prompts=arguments.take_flag(args, "--log-prompts"),
-        allows_tools=not arguments.take_flag(args, "--no-tools"),
-        adapter_root=take_adapter_root(args),
-        root_path=take_root_path(args),
-        has_page=not arguments.take_flag(args, "--no-page"),
-        **{name: value for name, value in numbers.items() if value is not None},
+        api_keys=arguments["--api-key"],
+        cors_origins=arguments["--cors"],
+        allowed_hosts=allowed_hosts,
+        request_timeout=arguments["--request-timeout"],
+        max_body=arguments["--max-body"],
+        max_logprobs=arguments["--max-logprobs"],
+        metrics_prefix=arguments["--metrics-prefix"],
+        protect_metrics=arguments["--protect-metrics"],
+        strict_fields=arguments["--strict-fields"],
+        log_requests=arguments["--log-requests"],
+        log_prompts=arguments["--log-prompts"],
+        allows_tools=not arguments["--no-tools"],
+        adapter_root=root,
+        root_path=arguments["--root-path"] or "",
+        has_page=not arguments["--no-page"],
     )
 
 
-def take_origins(args: list[str]) -> list[str]:
-    """The origins of `--cors ORIGIN ...`, as browsers send them. Others would never match."""
-    origins = arguments.take_values(args, "--cors")
-    for origin in origins:
-        if origin != "*" and not ORIGIN.fullmatch(origin):
-            raise ConfigError(
-                f"--cors takes origins such as https://chat.example:8443, without a path, not "
-                f"{origin!r}"
-            )
-    return origins
+def template_defaults(arguments: Arguments) -> dict[str, Any]:
+    from maxtext.tokenizers.chat import RESERVED_VARIABLES
 
-
-def take_allowed_hosts(args: list[str]) -> list[str]:
-    """The names of `--allowed-hosts NAME ...`, in lower case as browsers send them."""
-    hosts = [host.lower() for host in arguments.take_values(args, "--allowed-hosts")]
-    for host in hosts:
-        if not ALLOWED_HOST.fullmatch(host):
-            raise ConfigError(
-                "--allowed-hosts takes names such as chat.example, .example for its subdomains, "
-                f"chat.example:8443 for the origin of a page, or *, not {host!r}"
-            )
-    return hosts
+    variables = arguments["--default-chat-template-kwargs"] or {}
+    if names := sorted(RESERVED_VARIABLES.intersection(variables)):
+        raise ConfigError(f"--default-chat-template-kwargs may not set {names[0]}")
+    return variables
 
 
 def listened_names(host: str) -> tuple[str, ...]:
@@ -317,60 +272,3 @@ def listened_names(host: str) -> tuple[str, ...]:
 
 def is_loopback(host: str) -> bool:
     return host in ("127.0.0.1", "::1", "localhost")
-
-
-def take_root_path(args: list[str]) -> str:
-    path = arguments.take_value(args, "--root-path") or ""
-    if path and (not path.startswith("/") or path.endswith("/")):
-        raise ConfigError(
-            f"--root-path takes a path such as /model, with a slash at its beginning alone, not "
-            f"{path!r}"
-        )
-    return path
-
-
-def take_adapters(args: list[str], has_others: bool) -> dict[str, str]:
-    """The folders of `--lora NAME=DIR ...` by name."""
-    adapters: dict[str, str] = {}
-    keys = MaxTextConfig.model_fields
-    for text in arguments.take_values(args, "--lora", keys):
-        name, _, folder = text.partition("=")
-        if not name or not folder or name in adapters:
-            raise ConfigError(f"--lora takes NAME=DIR with names of their own, not {text!r}")
-        adapters[name] = folder
-    if adapters and has_others:
-        raise ConfigError("--adapter and --lora name the adapters in two ways: give one of them")
-    return adapters
-
-
-def take_adapter_root(args: list[str]) -> Path | None:
-    """The folder below which requests may load adapters, if they may."""
-    is_allowed = arguments.take_flag(args, "--allow-lora-updates")
-    root = arguments.take_value(args, "--lora-root")
-    if is_allowed != (root is not None):
-        raise ConfigError("--allow-lora-updates and --lora-root go together: give both or neither")
-    if root is None:
-        return None
-    folder = Path(root).expanduser()
-    if not folder.is_dir():
-        raise ConfigError(f"--lora-root {root} is no folder")
-    return folder
-
-
-def parse_template_defaults(text: str | None) -> dict[str, Any]:
-    if text is None:
-        return {}
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        value = None
-    if not isinstance(value, dict):
-        raise ConfigError(
-            "--default-chat-template-kwargs takes a JSON object such as "
-            f'{{"enable_thinking": false}}, not {text[:60]!r}'
-        )
-    from maxtext.tokenizers.chat import RESERVED_VARIABLES
-
-    if names := sorted(RESERVED_VARIABLES.intersection(value)):
-        raise ConfigError(f"--default-chat-template-kwargs may not set {names[0]}")
-    return value

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from maxtext.cli import arguments
+from maxtext.cli.arguments import Arguments
 from maxtext.cli.terminal import ProgressBar
 from maxtext.common.errors import ConfigError
 from maxtext.common.files import local_path
@@ -17,45 +17,27 @@ from maxtext.configs.types import MaxTextConfig
 if TYPE_CHECKING:
     from maxtext.tokenizers import Tokenizer
 
-KINDS = ("bpe", "sentencepiece", "sentencepiece-bpe")
 KEYS = ("vocab_size", "max_corpus_chars", "train_data_columns")
 COLOURS = ("cyan", "yellow", "green", "magenta", "blue")
 THREADS = 16  # open files in parallel
 
 
-def run(args: list[str]) -> int:
-    if not args or args[0] not in ("train", "inspect"):
-        raise ConfigError(
-            "name a task: maxtext tokenizer train --out PATH FILES..., or inspect PATH [TEXT]"
-        )
-    return {"train": train, "inspect": inspect}[args[0]](args[1:])
+def run(arguments: Arguments) -> int:
+    return {"train": train, "inspect": inspect}[arguments.task](arguments)
 
 
-def train(args: list[str]) -> int:
+def train(arguments: Arguments) -> int:
     from maxtext.tokenizers.train import MIN_VOCAB_SIZE, train_bpe, train_sentencepiece
 
-    overwrite = arguments.take_flag(args, "--overwrite")
-    kind = arguments.take_option(args, "--kind", KINDS) or "bpe"
-    out = arguments.take_value(args, "--out")
-    keys = {
-        "vocab_size": arguments.take_value(args, "--vocab-size"),
-        "max_corpus_chars": arguments.take_value(args, "--max-chars"),
-    }
-    overrides = [f"{key}={value}" for key, value in keys.items() if value is not None]
-    if column := arguments.take_value(args, "--column"):
-        overrides.append(f"train_data_columns={json.dumps([column])}")
-    config, files = load_config(overrides, args)
-    if out is None:
-        raise ConfigError(
-            "name the output: --out FOLDER for bpe, --out FILE.model for the other kinds"
-        )
+    kind = arguments["--kind"]
+    config, files = load_config(arguments)
     if config.vocab_size < MIN_VOCAB_SIZE:
         raise ConfigError(
             f"vocab_size={config.vocab_size} is too small: bytes and special tokens alone need "
             f"{MIN_VOCAB_SIZE}"
         )
-    path = local_path(out)
-    check_output(path, kind, overwrite)
+    path = local_path(arguments["--out"])
+    check_output(path, kind, arguments["--overwrite"])
     texts, num_chars, complete = read_texts(files, config)
     with working(f"training {config.vocab_size:,} tokens on {num_chars:,} characters"):
         if kind == "bpe":
@@ -73,14 +55,15 @@ def train(args: list[str]) -> int:
     return 0
 
 
-def load_config(overrides: list[str], args: list[str]) -> tuple[MaxTextConfig, list[str]]:
+def load_config(arguments: Arguments) -> tuple[MaxTextConfig, list[str]]:
     """The configuration of the few keys that apply here, and the files to read."""
     from maxtext.configs.derive import Devices
     from maxtext.input_pipeline.formats import find_files
     from maxtext.models.configuration import load
 
     patterns = []
-    for arg in args:
+    overrides = list(arguments.settings)
+    for arg in arguments.words:
         key = arg.partition("=")[0]
         if "=" in arg and not os.path.exists(arg):
             if key not in KEYS:
@@ -88,15 +71,13 @@ def load_config(overrides: list[str], args: list[str]) -> tuple[MaxTextConfig, l
                     f"{key} has no effect on tokenizer training; the keys are {', '.join(KEYS)}"
                 )
             overrides.append(arg)
-        elif arg.startswith("-"):
-            raise ConfigError(f"unknown option {arg!r}; `maxtext tokenizer --help` lists them")
         else:
             patterns.append(arg)
     config = load(None, overrides, devices=Devices(1))
     if len(config.train_data_columns) != 1:
         raise ConfigError(f"train_data_columns={config.train_data_columns}: name one column")
     if not patterns:
-        raise ConfigError("name the training files: maxtext tokenizer train --out PATH FILES...")
+        raise ConfigError(f"name the training files: {arguments.usage}")
     return config, list(
         dict.fromkeys(file for arg in patterns for file in find_files("FILES", arg))
     )
@@ -154,16 +135,15 @@ def working(title: str) -> Iterator[None]:
         yield
 
 
-def inspect(args: list[str]) -> int:
+def inspect(arguments: Arguments) -> int:
     from maxtext.tokenizers import open_tokenizer
 
-    as_json = arguments.take_flag(args, "--json")
-    if not args or args[0].startswith("-"):
-        raise ConfigError("name a tokenizer: maxtext tokenizer inspect PATH [TEXT] [--json]")
-    tokenizer = open_tokenizer(args[0])
-    text = " ".join(args[1:]) if len(args) > 1 else None
+    if not arguments.words:
+        raise ConfigError(f"name a tokenizer: {arguments.usage}")
+    name, *texts = arguments.words
+    tokenizer, text = open_tokenizer(name), " ".join(texts) if texts else None
     details = description(tokenizer, text)
-    if as_json:
+    if arguments["--json"]:
         print(json.dumps(details))
     else:
         show(details)

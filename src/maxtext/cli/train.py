@@ -6,7 +6,8 @@ import shlex
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from maxtext.cli import arguments, positionals
+from maxtext.cli import positionals
+from maxtext.cli.arguments import Arguments
 from maxtext.common import log, processes, signals
 from maxtext.common.errors import ConfigError, UserError, as_config_error
 from maxtext.common.files import local_path
@@ -23,10 +24,15 @@ if TYPE_CHECKING:
 SAMPLE_TOKENS = 300
 
 
+def run(arguments: Arguments) -> int:
+    method, args = arguments.command, arguments.all_words
+    if method == "train":
+        return train_run(*positionals.split(args), command=["train", *args])
+    return run_method(method, args)
+
+
 def run_method(method: str, args: list[str]) -> int:
     """`maxtext sft`, `dpo`, `orpo`, `distill` and `grpo`: `maxtext train` with a preset."""
-    force = arguments.take_force(args := list(args))
-    args += force
     teachers = [positionals.TEACHER_KEY] if method == "distill" else []
     path, overrides = positionals.split(args, models=[positionals.MODEL_KEY, *teachers])
     if path in sources.presets() and positionals.is_model_folder(local_path(path)):
@@ -50,12 +56,6 @@ def run_method(method: str, args: list[str]) -> int:
         check_has_teacher(path, layer)
     check_has_model(method, path, layer)
     return train_run(path, overrides, command=[method, *args])
-
-
-def run(args: list[str]) -> int:
-    force = arguments.take_force(args := list(args))
-    args += force
-    return train_run(*positionals.split(args), command=["train", *args])
 
 
 def train_run(path: str | None, overrides: list[str], command: Sequence[str]) -> int:

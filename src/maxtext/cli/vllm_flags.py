@@ -1,14 +1,37 @@
-"""Flags of `vllm serve` that `maxtext serve` takes: those with a meaning here become our keys and
-flags, and the others are refused with a sentence that says what to use.
+"""Flags of `vllm serve` that `maxtext serve` takes: those with a meaning here stand for keys, and
+the others are refused with a sentence that says what to use. vLLM takes `_` for `-`, as all options
+here do.
 """
 
-from collections.abc import Callable
-
-from maxtext.cli import arguments
+from maxtext.cli.arguments import ANY_TEXT, Option
 from maxtext.common.errors import ConfigError
 
 DTYPES = {"half": "float16", "float": "float32"}
 KV_CACHE_DTYPES = {"auto": [], "int8": ["quantize_kvcache=true", "kv_quant_dtype=int8"]}
+
+
+def dtype_overrides(value: str) -> list[str]:
+    """auto is our default: the dtype of the key, bfloat16."""
+    return [] if value == "auto" else [f"dtype={DTYPES.get(value, value)}"]
+
+
+def quantization_overrides(value: str) -> list[str]:
+    if value not in ("int8", "int4"):
+        raise ConfigError(
+            f"--quantization {value}: the weights are quantized when they are loaded, by "
+            "quantization=int8 or int4; folders in fp8 and mxfp4 are recognised by themselves"
+        )
+    return [f"quantization={value}"]
+
+
+def kv_cache_overrides(value: str) -> list[str]:
+    if value not in KV_CACHE_DTYPES:
+        raise ConfigError(
+            f"--kv-cache-dtype {value}: the cache has the dtype of the model or, with "
+            "quantize_kvcache=true, kv_quant_dtype=int8 or int4"
+        )
+    return KV_CACHE_DTYPES[value]
+
 
 # vLLM's flag -> our key, with the same values
 KEYS = {
@@ -16,9 +39,7 @@ KEYS = {
     "--max-num-seqs": "per_device_batch_size",
     "--max-num-batched-tokens": "prefill_chunk_size",
     "--tensor-parallel-size": "ici_tensor_parallelism",
-    "-tp": "ici_tensor_parallelism",
     "--data-parallel-size": "ici_data_parallelism",
-    "-dp": "ici_data_parallelism",
     "--chat-template": "chat_template_path",
     "--tokenizer": "tokenizer_path",
     "--hf-token": "hf_access_token",
@@ -27,6 +48,12 @@ KEYS = {
     "--max-loras": "max_adapters",
     "--model": "load_parameters_path",
 }
+ALIASES = {"--tensor-parallel-size": ("-tp",), "--data-parallel-size": ("-dp",)}
+TRANSLATED = (
+    Option("--dtype", "D", overrides=dtype_overrides),
+    Option("--quantization", "Q", overrides=quantization_overrides, aliases=("-q",)),
+    Option("--kv-cache-dtype", "D", overrides=kv_cache_overrides),
+)
 SWITCHES = {
     "--enable-prefix-caching": "enable_prefix_caching=true",
     "--no-enable-prefix-caching": "enable_prefix_caching=false",
@@ -65,60 +92,13 @@ REFUSED = {
     "--uvicorn-log-level": "use --log-requests for a line for each request",
     "--config": "name the YAML file with keys as a word: maxtext serve MODEL my.yml",
 }
-
-
-def take_vllm_flags(args: list[str]) -> list[str]:
-    """Remove the flags of vLLM from the arguments and return the key=value overrides that they
-    stand for. --lora-modules becomes --lora. Raises ConfigError for a flag without a meaning here.
-    """
-    for index, arg in enumerate(args):
-        name, equals, value = arg.partition("=")
-        if arg.startswith("--") and "_" in name:  # vLLM takes both spellings
-            args[index] = arg = f"{name.replace('_', '-')}{equals}{value}"
-            name = name.replace("_", "-")
-        if name in REFUSED:
-            raise ConfigError(f"{name} is vLLM's and does nothing here: {REFUSED[name]}")
-        if name == "--lora-modules":
-            args[index] = f"--lora{equals}{value}"
-    overrides: list[str] = []
-    for flag, key in KEYS.items():
-        if (text := arguments.take_value(args, flag)) is not None:
-            overrides.append(f"{key}={text}")
-    overrides += [setting for flag, setting in SWITCHES.items() if arguments.take_flag(args, flag)]
-    for flag in DEFAULTS:
-        arguments.take_flag(args, flag)
-    for flag, translate in TRANSLATED.items():
-        if (text := arguments.take_value(args, flag)) is not None:
-            overrides += translate(text)
-    return overrides
-
-
-def dtype_overrides(value: str) -> list[str]:
-    """auto is our default: the dtype of the key, bfloat16."""
-    return [] if value == "auto" else [f"dtype={DTYPES.get(value, value)}"]
-
-
-def quantization_overrides(value: str) -> list[str]:
-    if value not in ("int8", "int4"):
-        raise ConfigError(
-            f"--quantization {value}: the weights are quantized when they are loaded, by "
-            "quantization=int8 or int4; folders in fp8 and mxfp4 are recognised by themselves"
-        )
-    return [f"quantization={value}"]
-
-
-def kv_cache_overrides(value: str) -> list[str]:
-    if value not in KV_CACHE_DTYPES:
-        raise ConfigError(
-            f"--kv-cache-dtype {value}: the cache has the dtype of the model or, with "
-            "quantize_kvcache=true, kv_quant_dtype=int8 or int4"
-        )
-    return KV_CACHE_DTYPES[value]
-
-
-TRANSLATED: dict[str, Callable[[str], list[str]]] = {
-    "--dtype": dtype_overrides,
-    "--quantization": quantization_overrides,
-    "-q": quantization_overrides,
-    "--kv-cache-dtype": kv_cache_overrides,
-}
+VLLM = (
+    *(
+        Option(flag, "VALUE", type=ANY_TEXT, overrides=key, aliases=ALIASES.get(flag, ()))
+        for flag, key in KEYS.items()
+    ),
+    *TRANSLATED,
+    *(Option(flag, overrides=setting) for flag, setting in SWITCHES.items()),
+    *(Option(flag) for flag in DEFAULTS),
+    *(Option(flag, refusal=reason) for flag, reason in REFUSED.items()),
+)
