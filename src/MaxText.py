@@ -4,7 +4,6 @@
 A module with a path, not a folder: file systems that ignore case would mix a folder with maxtext/.
 """
 
-from pathlib import Path
+import maxtext  # which finds the commands that have no file
 
-_PACKAGE = Path(__file__).parent / "maxtext"
-__path__ = [str(_PACKAGE), str(_PACKAGE / "trainers" / "post_train")]
+__path__ = maxtext.__path__

@@ -3,7 +3,6 @@
 import ast
 import graphlib
 from collections.abc import Iterator
-from itertools import filterfalse
 from pathlib import Path
 
 import maxtext
@@ -40,12 +39,6 @@ DOORS = {
     "tune",
     "standalone_dataloader",
 }
-# Folders of doors: commands at their paths in MaxText.
-DOOR_FOLDERS = tuple(PACKAGE / "trainers" / name for name in ("pre_train", "post_train"))
-
-
-def is_door(path: Path) -> bool:
-    return any(path.is_relative_to(folder) for folder in DOOR_FOLDERS)
 
 
 def imported_rooms(path: Path):
@@ -75,7 +68,7 @@ def test_every_folder_is_a_room_and_every_module_a_door():
 def test_rooms_import_only_what_is_below_them():
     wrong = []
     for room, level in LEVEL.items():
-        for path in filterfalse(is_door, (PACKAGE / room).rglob("*.py")):
+        for path in (PACKAGE / room).rglob("*.py"):
             for line, other in imported_rooms(path):
                 if other != room and LEVEL.get(other, 99) >= level:
                     wrong.append(f"{path.relative_to(PACKAGE)}:{line} imports {other}")
@@ -170,6 +163,4 @@ def test_functions_have_at_most_80_lines():
 
 def test_doors_are_thin():
     thick = [path.name for path in PACKAGE.glob("*.py") if len(path.read_text().splitlines()) > 40]
-    doors = [path for folder in DOOR_FOLDERS for path in folder.rglob("*.py")]
-    thick += [str(path) for path in doors if len(path.read_text().splitlines()) > 6]
     assert not thick

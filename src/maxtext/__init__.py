@@ -1,5 +1,10 @@
 """maxtext: training, fine-tuning and inference of open language models in JAX."""
 
+import sys
+
+from maxtext.cli.aliases import AliasFinder
+
+sys.meta_path.append(AliasFinder())
 TYPE_CHECKING = False  # type checkers assume True; importing typing itself would be slow
 
 if TYPE_CHECKING:

@@ -1,6 +1,9 @@
 """MaxText's post-training files and command lines, as they are written there."""
 
-import importlib.util
+import importlib
+import runpy
+import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -188,6 +191,18 @@ def test_presets_have_the_paths_of_a_checkout(path, preset, tmp_path, monkeypatc
     ],
 )
 def test_modules_are_doors_to_commands(module, command, monkeypatch):
+    commands = []
     monkeypatch.syspath_prepend(Path(maxtext.__file__).parents[1])
-    spec = importlib.util.find_spec(module)
-    assert f'entry("{command}")' in Path(spec.origin).read_text()
+    monkeypatch.setitem(
+        sys.modules, "maxtext.cli.entry", types.SimpleNamespace(entry=commands.append)
+    )
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    assert commands == [command]
+
+
+def test_importing_an_alias_runs_nothing(monkeypatch):
+    monkeypatch.setitem(sys.modules, "maxtext.cli.entry", None)
+    module = importlib.import_module("maxtext.trainers.post_train.sft.train_sft")
+    assert module.__name__ == "maxtext.trainers.post_train.sft.train_sft"
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("maxtext.trainers.post_train.sft.train")

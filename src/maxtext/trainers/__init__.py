@@ -8,5 +8,4 @@ What a step minimizes is the Objective (objective.py) of the run's training meth
 - methods: a Method record for each training method, with its objective, rows and step
 - checkpointing: initial, restored and saved states, exported models
 - compilation, memory: compiled steps, and the memory that they need
-- pre_train, post_train: commands at their paths in MaxText
 """

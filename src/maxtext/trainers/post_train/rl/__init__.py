@@ -1,1 +1,0 @@
-"""Commands at their paths in MaxText; the code is in the folders above."""
