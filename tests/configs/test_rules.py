@@ -10,10 +10,13 @@ from maxtext.configs.problems import ProblemKind
 from maxtext.configs.provenance import Source
 from maxtext.configs.rules.rule import DERIVED_RULES, RANGES, RULES
 from maxtext.models.configuration import load
+from maxtext.models.rule import LAYER_RULES
 
 
 def test_every_rule_is_registered_for_a_key():
-    assert {rule.key for rule in (*RANGES, *RULES, *DERIVED_RULES)} <= fields.KEYS.keys()
+    groups = (RANGES, RULES, DERIVED_RULES, LAYER_RULES)
+    assert all(group.rules for group in groups)
+    assert {rule.key for group in groups for rule in group.rules} <= fields.KEYS.keys()
 
 
 @pytest.mark.parametrize(

@@ -44,5 +44,4 @@ def check_layers(config: MaxTextConfig) -> list[Problem]:
         ]
     except ValueError:
         return []  # a spec refuses sizes that a rule of the settings reports
-    problems = [rule.problem(model) for rule in LAYER_RULES]
-    return [problem for problem in problems if problem is not None]
+    return LAYER_RULES.problems(model)

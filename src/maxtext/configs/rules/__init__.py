@@ -18,20 +18,20 @@ from maxtext.configs.rules import (
     run,
     training,
 )
-from maxtext.configs.rules.rule import DERIVED_RULES, RANGES, RULES, problems
+from maxtext.configs.rules.rule import DERIVED_RULES, RANGES, RULES
 from maxtext.configs.types import MaxTextConfig, Settings
 
 
 def check_ranges(settings: Settings) -> list[Problem]:
     """Keys outside of their range."""
-    return problems(RANGES, settings)
+    return RANGES.problems(settings)
 
 
 def check_settings(settings: Settings) -> list[Problem]:
     """Settings that do not fit together. Assumes that the ranges hold."""
-    return problems(RULES, settings)
+    return RULES.problems(settings)
 
 
 def check_derived(config: MaxTextConfig) -> list[Problem]:
     """Settings that do not fit the derived values."""
-    return problems(DERIVED_RULES, config)
+    return DERIVED_RULES.problems(config)

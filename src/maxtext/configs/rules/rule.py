@@ -1,69 +1,94 @@
 """How a rule is written and registered.
 
-A rule reads a loaded configuration and returns a message that says what to change, or None. It is
-registered for the key that it complains about, so that callers get a `Problem` and never have to
-read the message.
+A rule reads a subject, such as a loaded configuration, and returns a message that says what to
+change, or None. It is registered for the key that it complains about, so that callers get a
+`Problem` and never have to read the message.
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from maxtext.configs.problems import Problem, ProblemKind
 from maxtext.configs.types import MaxTextConfig, Settings
 
-ConfigT = TypeVar("ConfigT", bound=Settings)
+SubjectT = TypeVar("SubjectT")
+Check = Callable[[SubjectT], str | None]
 
 
 @dataclass(frozen=True)
-class Rule(Generic[ConfigT]):
+class Rule(Generic[SubjectT]):
     key: str
     kind: ProblemKind
-    check: Callable[[ConfigT], str | None]
+    check: Check[SubjectT]
 
-    def problem(self, config: ConfigT) -> Problem | None:
-        message = self.check(config)
-        return None if message is None else Problem(self.key, self.kind, message)
+
+@dataclass(frozen=True)
+class Rules(Generic[SubjectT]):
+    """The rules that read the same kind of subject; `settings` are the settings of a subject."""
+
+    settings: Callable[[SubjectT], Settings]
+    rules: list[Rule[SubjectT]] = field(default_factory=list)
+
+    def problems(self, subject: SubjectT) -> list[Problem]:
+        """The problems that the rules find."""
+        messages = ((rule, rule.check(subject)) for rule in self.rules)
+        return [
+            Problem(rule.key, rule.kind, message)
+            for rule, message in messages
+            if message is not None
+        ]
+
+    def add(self, kind: ProblemKind, keys: Iterable[str], check: Callable[[str], Check]) -> None:
+        """A rule for each key; `check` makes its check."""
+        self.rules.extend(Rule(key, kind, check(key)) for key in keys)
+
+    def rule(
+        self, key: str, kind: ProblemKind = ProblemKind.CONFLICT
+    ) -> Callable[[Check[SubjectT]], Check[SubjectT]]:
+        """Register a check that complains about `key`."""
+
+        def register(check: Check[SubjectT]) -> Check[SubjectT]:
+            self.rules.append(Rule(key, kind, check))
+            return check
+
+        return register
+
+    def inert_unless(
+        self,
+        condition: Callable[[SubjectT], object],
+        requirement: str | Callable[[SubjectT], str],
+        *keys: str,
+    ) -> None:
+        """Refuse keys that a user sets away from their default while `condition` is false.
+
+        `requirement` says in words what the condition asks for, or computes the words.
+        """
+
+        def inert_check(key: str) -> Check[SubjectT]:
+            def check(subject: SubjectT) -> str | None:
+                settings = self.settings(subject)
+                source = settings.source(key)
+                if not source.is_user or is_default(settings, key) or condition(subject):
+                    return None
+                value = getattr(settings, key)
+                shown = getattr(value, "value", value)
+                words = requirement if isinstance(requirement, str) else requirement(subject)
+                return f"{key}={shown} ({source}) would do nothing: it needs {words}"
+
+            return check
+
+        self.add(ProblemKind.INERT, keys, inert_check)
 
 
 # Rules of one key, rules over several settings (which may rely on the ranges), and rules that also
-# need derived values.
-RANGES: list[Rule[Settings]] = []
-RULES: list[Rule[Settings]] = []
-DERIVED_RULES: list[Rule[MaxTextConfig]] = []
-
-
-def problems(rules: Iterable[Rule[ConfigT]], config: ConfigT) -> list[Problem]:
-    """The problems that the rules find in a configuration."""
-    return [problem for rule in rules if (problem := rule.problem(config)) is not None]
-
-
-SettingsCheck = Callable[[Settings], str | None]
-ConfigCheck = Callable[[MaxTextConfig], str | None]
-
-
-def rule(
-    key: str, kind: ProblemKind = ProblemKind.CONFLICT
-) -> Callable[[SettingsCheck], SettingsCheck]:
-    """Register a check of the settings that complains about `key`."""
-
-    def register(check: SettingsCheck) -> SettingsCheck:
-        RULES.append(Rule(key, kind, check))
-        return check
-
-    return register
-
-
-def derived_rule(
-    key: str, kind: ProblemKind = ProblemKind.CONFLICT
-) -> Callable[[ConfigCheck], ConfigCheck]:
-    """Register a check that also needs the derived values."""
-
-    def register(check: ConfigCheck) -> ConfigCheck:
-        DERIVED_RULES.append(Rule(key, kind, check))
-        return check
-
-    return register
+# need derived values. `models/rule.py` has those that need the layers.
+RANGES: Rules[Settings] = Rules(lambda settings: settings)
+RULES: Rules[Settings] = Rules(lambda settings: settings)
+DERIVED_RULES: Rules[MaxTextConfig] = Rules(lambda config: config)
+rule = RULES.rule
+derived_rule = DERIVED_RULES.rule
+inert_unless = RULES.inert_unless
 
 
 def in_range(
@@ -71,7 +96,7 @@ def in_range(
 ) -> None:
     """Each key must satisfy low <= value <= high, or be None or one of the special values."""
 
-    def range_check(key: str) -> SettingsCheck:
+    def range_check(key: str) -> Check[Settings]:
         def check(settings: Settings) -> str | None:
             value = getattr(settings, key)
             if value is None or value in special:
@@ -84,12 +109,13 @@ def in_range(
 
         return check
 
-    RANGES.extend(Rule(key, ProblemKind.OUT_OF_RANGE, range_check(key)) for key in keys)
+    RANGES.add(ProblemKind.OUT_OF_RANGE, keys, range_check)
 
 
 def one_of(key: str, *choices: str) -> None:
     """A text key takes one of the choices."""
 
+    @RULES.rule(key, ProblemKind.UNKNOWN_CHOICE)
     def check(settings: Settings) -> str | None:
         value = getattr(settings, key)
         if value in choices:
@@ -97,30 +123,8 @@ def one_of(key: str, *choices: str) -> None:
         names = ", ".join(choice or "(empty)" for choice in choices)
         return f"{key}={value!r} is not known: use one of {names}"
 
-    RULES.append(Rule(key, ProblemKind.UNKNOWN_CHOICE, check))
-
 
 def is_default(settings: Settings, key: str) -> bool:
     """Whether a key has its default value, whoever set it."""
     default = Settings.model_fields[key].get_default(call_default_factory=True)
     return getattr(settings, key) == default
-
-
-def inert_unless(condition: Callable[[Settings], object], requirement: str, *keys: str) -> None:
-    """Refuse keys that a user sets away from their default while `condition` is false.
-
-    `requirement` says in words what the condition asks for.
-    """
-
-    def inert_check(key: str) -> SettingsCheck:
-        def check(settings: Settings) -> str | None:
-            source = settings.source(key)
-            if not source.is_user or is_default(settings, key) or condition(settings):
-                return None
-            value = getattr(settings, key)
-            shown = getattr(value, "value", value)
-            return f"{key}={shown} ({source}) would do nothing: it needs {requirement}"
-
-        return check
-
-    RULES.extend(Rule(key, ProblemKind.INERT, inert_check(key)) for key in keys)
