@@ -7,8 +7,7 @@ import pytest
 
 from maxtext.adapters.merge import merge_folder, merged_weight
 from maxtext.adapters.modules import ModelModules
-from maxtext.adapters.peft_folder import read_adapter
-from maxtext.adapters.peft_writer import to_peft, write_adapter
+from maxtext.adapters.peft_folder import read_adapter, to_peft, write_adapter
 from maxtext.adapters.spec import Adapter, adapter_spec
 from maxtext.checkpoint.open import open_checkpoint
 from maxtext.common.errors import ConfigError, UserError

@@ -9,8 +9,7 @@ import pytest
 
 from maxtext.adapters.merge import merge_folder
 from maxtext.adapters.modules import ModelModules
-from maxtext.adapters.peft_folder import read_adapter
-from maxtext.adapters.peft_writer import to_peft, write_adapter
+from maxtext.adapters.peft_folder import read_adapter, to_peft, write_adapter
 from maxtext.adapters.spec import Adapter
 from maxtext.checkpoint.open import open_checkpoint
 from maxtext.common.errors import UserError

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import maxtext
-from maxtext.adapters.peft_folder import adapter_folders
+from maxtext.adapters.peft import adapter_folders
 from maxtext.checkpoint.open import open_checkpoint
 from maxtext.cli.batch import newest_step
 from maxtext.cli.generation import resolve_model

@@ -16,7 +16,7 @@ import numpy as np
 from maxtext.adapters.binding import WEIGHT, LinearShape
 from maxtext.adapters.modules import EMBEDDING, HEAD_WEIGHT, ModelModules
 from maxtext.adapters.peft_folder import read_adapter
-from maxtext.adapters.spec import MAGNITUDE, A, Adapter, B
+from maxtext.adapters.spec import MAGNITUDE, Adapter
 from maxtext.checkpoint.convert.command import SHARD_BYTES, unrolled_model
 from maxtext.checkpoint.open import (
     model_param_infos,
@@ -118,7 +118,7 @@ def merged_weight(
 
 def update(adapter: Adapter, path: str, shape: LinearShape | None) -> np.ndarray:
     """scale · B A of a layer in float32; `shape` is None for the embedding."""
-    a, b = (adapter.tensors[f"{path}/{kind}"].astype(np.float32) for kind in (A, B))
+    a, b = (factor.astype(np.float32) for factor in adapter.factors(path))
     batch = shape.batch if shape else ()
     rank = a.shape[-1]
     product = a.reshape(*batch, -1, rank) @ b.reshape(*batch, rank, -1)

@@ -1,14 +1,13 @@
 """The linear layers of a model, and the modules and parameters of its Hugging Face model that they
-correspond to: by name on both sides.
+correspond to: by name on both sides. Reading, writing and selecting adapters walk over these.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from maxtext.adapters import peft
-from maxtext.adapters.binding import WEIGHT, LinearShape, ModuleRule
-from maxtext.adapters.parameters import ParameterRule
+from maxtext.adapters.binding import WEIGHT, Binding, LinearShape, ModuleBinding, ParameterBinding
 from maxtext.checkpoint.open import model_param_infos
 from maxtext.checkpoint.weights import ParamInfo
 from maxtext.common.errors import UserError
@@ -16,6 +15,8 @@ from maxtext.common.trees import flatten_dict
 from maxtext.configs.sources import suggest
 from maxtext.configs.types import MaxTextConfig
 from maxtext.hf.bound_rule import BoundRule
+from maxtext.hf.config_json import HfMapping
+from maxtext.hf.rules import Rule
 from maxtext.layers.adapters import EMBEDDER, HEAD
 from maxtext.layers.parameters import Template
 from maxtext.models import hf_registry
@@ -23,6 +24,8 @@ from maxtext.models.transformer import make_template
 
 ROUTER = "/router"  # the end of the native path of a router
 EMBEDDING, HEAD_WEIGHT = f"{EMBEDDER}/embedding", f"{HEAD}{WEIGHT}"
+# Weights that adapters may save in full, and their modules
+SAVED_MODULES = {HEAD_WEIGHT: HEAD, EMBEDDING: EMBEDDER}
 
 
 @dataclass(frozen=True)
@@ -40,65 +43,66 @@ class ModelModules:
         return cls(config, param_infos, linear_shapes(template, param_infos))
 
     @cached_property
-    def rules(self) -> list[ModuleRule]:
-        """Those of all linear layers. Raises UserError if the family has no HF architecture."""
+    def mapping(self) -> HfMapping:
+        """Raises UserError if the family has no HF architecture."""
+        return hf_registry.mapping_for(self.config)
+
+    @cached_property
+    def bound_rules(self) -> list[tuple[Rule, int | None, BoundRule]]:
+        """All tensor rules of the model, each with a layer. A tied model has one of its head, too,
+        for adapters with a copy of it."""
+        rules = hf_registry.rules(self.mapping, self.config)
         shapes = {name: info.shape for name, info in self.param_infos.items()}
-        mapping = hf_registry.mapping_for(self.config)
-        rules = []
-        for rule in hf_registry.rules(mapping, self.config):
-            for layer in rule.layers(shapes):
-                bound = rule.bind(shapes, layer)
-                if bound is None or not all(name.endswith(peft.SAVED) for name in bound.hf_names):
-                    continue
-                native = tuple(name.removesuffix(WEIGHT) for name in bound.native_names)
-                if all(path in self.linears for path in native):
-                    hf = tuple(name.removesuffix(peft.SAVED) for name in bound.hf_names)
-                    linears = {path: self.linears[path] for path in native}
-                    rules.append(ModuleRule(rule, layer, hf, native, linears))
-        return rules
+        shapes.setdefault(HEAD_WEIGHT, shapes[EMBEDDING][::-1])
+        bound = ((rule, i, rule.bind(shapes, i)) for rule in rules for i in rule.layers(shapes))
+        return [(rule, layer, each) for rule, layer, each in bound if each is not None]
 
     @cached_property
-    def parameters(self) -> dict[str, ParameterRule]:
-        """Parameters that hold a weight of all experts, by HF name, in the order in which
-        transformers' modules have them."""
-        shapes = {name: info.shape for name, info in self.param_infos.items()}
-        mapping = hf_registry.mapping_for(self.config)
-        parameters = {}
-        for rule in hf_registry.rules(mapping, self.config):
-            for layer in rule.layers(shapes):
-                bound = rule.bind(shapes, layer)
-                if bound is None or bound.hf_names[0].endswith(peft.SAVED):
-                    continue
-                native = tuple(name.removesuffix(WEIGHT) for name in bound.native_names)
-                if all(path in self.linears for path in native):
-                    (name,) = bound.hf_names
-                    parameters[name] = ParameterRule(
-                        rule,
-                        layer,
-                        name=name,
-                        native=native,
-                        shape=self.linears[native[0]],
-                        swapped=mapping.peft_swaps_factors,
-                    )
-        return parameters
+    def bindings(self) -> list[Binding]:
+        """Those of all linear layers, in the order in which transformers' modules have them. A
+        layer of experts may have two: its modules, and a parameter."""
+        bindings: list[Binding] = []
+        for rule, layer, bound in self.bound_rules:
+            native = tuple(name.removesuffix(WEIGHT) for name in bound.native_names)
+            if not all(path in self.linears for path in native):
+                continue
+            shapes = {path: self.linears[path] for path in native}
+            if all(name.endswith(peft.SAVED) for name in bound.hf_names):
+                hf = tuple(name.removesuffix(peft.SAVED) for name in bound.hf_names)
+                bindings.append(ModuleBinding(rule, layer, hf, native, shapes))
+            elif not bound.hf_names[0].endswith(peft.SAVED):
+                swapped = self.mapping.peft_swaps_factors
+                bindings.append(
+                    ParameterBinding(rule, layer, bound.hf_names, native, shapes, swapped)
+                )
+        return bindings
 
     @cached_property
-    def parameter_of(self) -> dict[str, ParameterRule]:
-        """The parameters of all experts by native layer."""
-        return {path: rule for rule in self.parameters.values() for path in rule.native}
+    def of_modules(self) -> list[ModuleBinding]:
+        return [binding for binding in self.bindings if isinstance(binding, ModuleBinding)]
 
     @cached_property
-    def parameters_of_module(self) -> dict[str, list[ParameterRule]]:
+    def of_parameters(self) -> dict[str, list[ParameterBinding]]:
         """The parameters of all experts by the HF module that has them."""
-        by_module: dict[str, list[ParameterRule]] = {}
-        for rule in self.parameters.values():
-            by_module.setdefault(rule.module, []).append(rule)
+        by_module: dict[str, list[ParameterBinding]] = {}
+        for binding in self.bindings:
+            if isinstance(binding, ParameterBinding):
+                by_module.setdefault(binding.module, []).append(binding)
         return by_module
+
+    @cached_property
+    def by_hf(self) -> dict[str, ModuleBinding]:
+        # The first binding of a name counts.
+        return {module: each for each in reversed(self.of_modules) for module in each.hf}
+
+    @cached_property
+    def by_native(self) -> dict[str, ModuleBinding]:
+        return {path: each for each in reversed(self.of_modules) for path in each.native}
 
     @cached_property
     def expert_modules(self) -> set[str]:
         """HF modules of single experts, which models of transformers 5 lack."""
-        return {module for rule in self.rules if rule.stacks_experts for module in rule.hf}
+        return {module for each in self.of_modules if each.stacks_experts for module in each.hf}
 
     @cached_property
     def expert_names(self) -> set[str]:
@@ -109,66 +113,29 @@ class ModelModules:
     @cached_property
     def hf_names(self) -> set[str]:
         """Those of all tensors of the model."""
-        shapes = {name: info.shape for name, info in self.param_infos.items()}
-        mapping = hf_registry.mapping_for(self.config)
-        bound = (
-            rule.bind(shapes, layer)
-            for rule in hf_registry.rules(mapping, self.config)
-            for layer in rule.layers(shapes)
-        )
-        return {name for rule in bound if rule is not None for name in rule.hf_names}
+        return {name for _, _, bound in self.bound_rules for name in bound.hf_names}
 
     @cached_property
-    def by_hf(self) -> dict[str, ModuleRule]:
-        by_hf: dict[str, ModuleRule] = {}
-        for rule in self.rules:
-            for module in rule.hf:
-                by_hf.setdefault(module, rule)
-        return by_hf
-
-    @cached_property
-    def by_native(self) -> dict[str, ModuleRule]:
-        by_native: dict[str, ModuleRule] = {}
-        for rule in self.rules:
-            for path in rule.native:
-                by_native.setdefault(path, rule)
-        return by_native
+    def saved_rules(self) -> dict[str, BoundRule]:
+        """The rules of the head and the embedding, by HF module, for copies of them."""
+        rules: dict[str, BoundRule] = {}
+        for _, _, bound in self.bound_rules:
+            if bound.native_names in ((EMBEDDING,), (HEAD_WEIGHT,)):
+                rules.setdefault(bound.hf_names[0].removesuffix(peft.SAVED), bound)
+        return rules
 
     def shared_layers(self, targets: Collection[str]) -> tuple[tuple[str, ...], ...]:
         """The layers with adapters that are one HF module, whose A they share. None share if some
         are only a part of their module."""
         try:
-            split = [rule for rule in self.rules if len(rule.hf) == 1 and len(rule.native) > 1]
+            bindings = self.of_modules
         except UserError:  # the family has no HF architecture
             return ()
-        counts = {rule.native: sum(path in targets for path in rule.native) for rule in split}
+        split = (each.native for each in bindings if len(each.hf) == 1 and len(each.native) > 1)
+        counts = {native: sum(path in targets for path in native) for native in split}
         if any(0 < count < len(native) for native, count in counts.items()):
             return ()
         return tuple(native for native, count in counts.items() if count)
-
-    @cached_property
-    def saved_rules(self) -> dict[str, BoundRule]:
-        """The rules of the head and the embedding, by HF module, for copies of them. A tied model
-        may have a copy of its head, too."""
-        shapes = {name: info.shape for name, info in self.param_infos.items()}
-        vocab_size, embed_dim = shapes[EMBEDDING]
-        shapes.setdefault(HEAD_WEIGHT, (embed_dim, vocab_size))
-        mapping = hf_registry.mapping_for(self.config)
-        rules: dict[str, BoundRule] = {}
-        for rule in hf_registry.rules(mapping, self.config):
-            if rule.native in (EMBEDDING, HEAD_WEIGHT):
-                bound = rule.bind(shapes)
-                if bound is not None:
-                    rules.setdefault(bound.hf_names[0].removesuffix(peft.SAVED), bound)
-        return rules
-
-    def resolve_hf(self, selected: Iterable[str]) -> dict[str, ModuleRule]:
-        """The native layers of HF modules, which are all known."""
-        layers: dict[str, ModuleRule] = {}
-        for module in selected:
-            rule = self.by_hf[module]
-            layers |= dict.fromkeys(rule.native, rule)
-        return layers
 
     def near_names(self, wanted: str | Sequence[str]) -> str:
         """For an error: names that are similar to those that select nothing."""

@@ -10,6 +10,7 @@ a parameter M.P have the name of the module M (`adapters/parameters.py`), and pa
 ranks and alphas match the name of the parameter.
 """
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +20,8 @@ from typing import Any
 from maxtext.checkpoint.inspect import CheckpointSummary, StepSummary, TensorRow, size_of
 from maxtext.checkpoint.safetensors_reader import SafetensorsFolder
 from maxtext.common.errors import ConfigError
-from maxtext.common.files import read_json_object
+from maxtext.common.files import local_path, read_json_object
+from maxtext.common.hub import find_folder, model_name
 
 CONFIG_FILE, TENSORS_STEM = "adapter_config.json", "adapter_model"
 PREFIX = "base_model.model."
@@ -241,6 +243,34 @@ def most_common(values: Any) -> Any:
 def whole(value: float) -> float:
     """An int for a whole number: PEFT writes them so."""
     return int(value) if float(value).is_integer() else value
+
+
+def is_adapter_folder(folder: str | os.PathLike) -> bool:
+    return (local_path(folder) / CONFIG_FILE).is_file()
+
+
+def adapter_folders(path: str | os.PathLike, access_token: str | None = None) -> dict[str, Path]:
+    """The adapters at a path by name: one PEFT folder, or the PEFT folders in it; `org/name` of the
+    Hugging Face Hub is the adapter `name`.
+    """
+    folder = find_folder(path, access_token)
+    if is_adapter_folder(folder):
+        return {model_name(os.fspath(path)): folder}
+    folders = {
+        child.name: child
+        for child in sorted(folder.iterdir() if folder.is_dir() else [])
+        if child.is_dir() and is_adapter_folder(child)
+    }
+    if not folders:
+        raise ConfigError(f"{path} is neither a PEFT adapter nor a folder of them")
+    return folders
+
+
+def owner(name: str) -> str:
+    """The module of such a name."""
+    while name.endswith(BASE_LAYER):
+        name = name.removesuffix(BASE_LAYER)
+    return name
 
 
 def summarize(path: Path) -> CheckpointSummary:

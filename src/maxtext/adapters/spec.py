@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from maxtext.adapters import peft
-from maxtext.adapters.binding import padded
+from maxtext.adapters.binding import Factors, padded
 from maxtext.adapters.modules import ROUTER, ModelModules
 from maxtext.checkpoint.open import model_param_infos
 from maxtext.checkpoint.weights import ModelWeights, ParamInfo, ParamPath
@@ -98,7 +98,7 @@ def select_hf(modules: ModelModules, targets: str | Sequence[str]) -> list[str]:
         raise ConfigError(
             f"lora_target_modules={names!r} selects no module{modules.near_names(names)}"
         )
-    chosen = modules.resolve_hf(selected)
+    chosen = {path for module in selected for path in modules.by_hf[module].native}
     return [path for path in modules.linears if path in chosen]
 
 
@@ -168,14 +168,9 @@ class Adapter:
             leaves[infos[name].path] = array.astype(infos[name].dtype)
         return unflatten_dict(leaves)
 
-    @property
-    def dtype(self) -> np.dtype:
-        return next(iter(self.tensors.values())).dtype
-
-    @property
-    def rank(self) -> int:
-        """The largest."""
-        return max(target.rank for _, target in self.spec.targets)
+    def factors(self, path: str) -> Factors:
+        """lora_a and lora_b of a native layer."""
+        return self.tensors[f"{path}/{A}"], self.tensors[f"{path}/{B}"]
 
 
 def write_layer(

@@ -80,6 +80,24 @@ class TensorStream(TensorSource, Protocol):
 
 
 @dataclass(frozen=True)
+class NamedArrays:
+    """Arrays in memory as a stream of tensors."""
+
+    arrays: Mapping[str, np.ndarray]
+    title: str
+
+    @cached_property
+    def tensors(self) -> dict[str, TensorInfo]:
+        return {name: TensorInfo(array.dtype, array.shape) for name, array in self.arrays.items()}
+
+    def read(self, name: str) -> np.ndarray:
+        return self.arrays[name]
+
+    def __iter__(self) -> Iterator[tuple[str, np.ndarray]]:
+        return iter(self.arrays.items())
+
+
+@dataclass(frozen=True)
 class RenamedTensors:
     """A source under other names. Tensors without a new name are left out."""
 

@@ -14,7 +14,7 @@ from maxtext.common.hub import find_folder
 
 def run(arguments: Arguments) -> int:
     folder, as_json = find_folder(arguments.words[0]).absolute(), arguments["--json"]
-    if (folder / peft.CONFIG_FILE).is_file() and not steps.has_steps(folder):
+    if peft.is_adapter_folder(folder) and not steps.has_steps(folder):
         summary = peft.summarize(folder)
     else:
         summary = summarize(folder, arguments["--verify"])

@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxtext.adapters.peft_folder import read_adapter
-from maxtext.adapters.peft_writer import write_adapter
+from maxtext.adapters.peft_folder import read_adapter, write_adapter
 from maxtext.adapters.spec import Adapter
 from maxtext.checkpoint.open import Checkpoint
 from maxtext.checkpoint.weights import ParamInfo

@@ -9,7 +9,8 @@ import jax
 import numpy as np
 
 from maxtext.adapters.merge import MergedTensors, merged_config
-from maxtext.adapters.peft_folder import adapter_folders, read_adapter
+from maxtext.adapters.peft import adapter_folders
+from maxtext.adapters.peft_folder import read_adapter
 from maxtext.adapters.spec import Adapter
 from maxtext.checkpoint.open import Checkpoint, model_param_infos
 from maxtext.checkpoint.quantized import load_model, quantized_weight_dtype

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from maxtext.adapters.peft_writer import write_adapter
+from maxtext.adapters.peft_folder import write_adapter
 from maxtext.checkpoint.open import Checkpoint, model_param_infos, save_native
 from maxtext.checkpoint.quantized import load_base
 from maxtext.checkpoint.weights import ModelWeights, load_weights
