@@ -22,10 +22,11 @@ OUTPUT = (5, 7, 5, 5, 31)
 def processed(logits, params, prompt=PROMPT, output=OUTPUT):
     """The processed logits of the token after prompt and output."""
     sequence = Sequence(0, prompt, params)
-    sequence.token_ids += output[:-1]
     # The last token is counted on the device.
-    rows = jax.tree.map(lambda x: x[None], ProcessorState.from_sequence(sequence, VOCABULARY))
-    rows = jax.tree.map(jnp.asarray, rows).add_tokens(jnp.asarray(output[-1:] or [-1]))
+    row = ProcessorState.from_tokens(prompt, output[:-1], params, VOCABULARY)
+    rows = jax.tree.map(lambda x: jnp.asarray(x)[None], row).add_tokens(
+        jnp.asarray(output[-1:] or [-1])
+    )
     batched = BatchedSamplingParams.from_params([params], [100], [sequence.min_position])
     position = jnp.asarray([len(prompt) + len(output)])
     return np.asarray(process_logits(jnp.asarray(logits)[None], rows, batched, position))[0]

@@ -14,10 +14,10 @@ import pytest
 from maxtext import LLM
 from maxtext.inference import GenerationRequest, SamplingParams
 from maxtext.inference.engine import InferenceEngine
+from maxtext.inference.errors import EngineError
 from maxtext.inference.executor import Executor
 from maxtext.inference.grammar import GrammarCompiler, fill_masks
 from maxtext.inference.sampling import BatchedSamplingParams, sample, token_keys
-from maxtext.inference.streams import EngineError
 from maxtext.inference.structured_outputs import StructuredOutputs, parse_response_format
 from maxtext.inference.validation import RequestError
 from maxtext.tokenizers import ByteTokenizer

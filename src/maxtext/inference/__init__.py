@@ -6,7 +6,7 @@ from typing import Any
 MODULES = {
     "LLM": "llm",
     "AsyncEngine": "async_engine",
-    "EngineError": "streams",
+    "EngineError": "errors",
     "GenerationRequest": "requests",
     "Completion": "requests",
     "SamplingParams": "sampling_params",

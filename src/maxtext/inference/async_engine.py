@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from maxtext.common.log import LOGGER
+from maxtext.inference.errors import EngineError
 from maxtext.inference.llm import LLM
 from maxtext.inference.program_cache import Compilation
 from maxtext.inference.requests import GenerationRequest
@@ -27,7 +28,6 @@ from maxtext.inference.streams import (
     AsyncCompletionStream,
     BaseStream,
     CompletionStream,
-    EngineError,
     item_size,
 )
 

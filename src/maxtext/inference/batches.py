@@ -12,7 +12,8 @@ import jax
 import numpy as np
 
 from maxtext.inference import sequence, shapes
-from maxtext.inference.grammar_batch import GrammarBatch
+from maxtext.inference.bad_words import fill_token_masks
+from maxtext.inference.grammar_batch import ALL_TOKENS, INACTIVE, GrammarBatch
 from maxtext.inference.logprobs import NONE, program_count
 from maxtext.inference.sampling import BatchedSamplingParams, batch_mode
 from maxtext.inference.sampling_params import SamplingMode, SamplingParams
@@ -167,7 +168,7 @@ class BatchBuilder:
             is_complete=is_complete,
             params=sampling_params(sequences, rows),
             adapter_ids=adapter_ids if self.has_adapters else None,
-            grammar=GrammarBatch.from_sequences(
+            grammar=grammar_batch(
                 [sequences[index] for index in complete], rows, complete, can_roll_back=False
             ),
             segments=segments if packed else None,
@@ -247,7 +248,7 @@ class BatchBuilder:
             num_steps=np.int32(num_steps),
             slots=slots,
             prefix_groups=self.prefix_groups(sequences, rows, columns),
-            grammar=GrammarBatch.from_sequences(sequences, rows, columns, self.can_roll_back),
+            grammar=grammar_batch(sequences, rows, columns, self.can_roll_back),
             static_steps=num_steps if self.few_programs else 0,
             contiguous=self.contiguous,
             kv_len=kv_len,
@@ -282,7 +283,7 @@ class BatchBuilder:
 
 
 def sampling_params(sequences: Sequence[sequence.Sequence], rows: int) -> BatchedSamplingParams:
-    """Those of the sequences, and of padding up to `rows`."""
+    """Sampling parameters of the sequences, padded to `rows`."""
     padding = rows - len(sequences)
     return BatchedSamplingParams.from_params(
         [seq.params for seq in sequences] + [SamplingParams()] * padding,
@@ -299,3 +300,40 @@ def chunk_offsets(
         return [(row, 0) for row in range(len(chunks))]
     ends = itertools.accumulate(count for _, count in chunks)
     return [(0, end - count) for end, (_, count) in zip(ends, chunks, strict=True)]
+
+
+def grammar_batch(
+    sequences: Sequence[sequence.Sequence],
+    rows: int,
+    indices: Iterable[int],
+    can_roll_back: bool,
+) -> GrammarBatch | None:
+    """The batch of `rows` rows in which each sequence has the row of its index; None if none is
+    constrained. `can_roll_back`: the caches allow for dropping the newest tokens.
+    """
+    rows_of = {
+        index: seq for index, seq in zip(indices, sequences, strict=True) if seq.grammar is not None
+    }
+    matchers = [seq.grammar for seq in rows_of.values() if seq.grammar is not None]
+    if not matchers:
+        return None
+    mask = np.full((rows, matchers[0].num_words), ALL_TOKENS, np.uint32)
+    fill_token_masks(matchers, list(rows_of), mask)
+    constrained, speculative = np.zeros(rows, bool), np.zeros(rows, bool)
+    token_ids, positions = np.zeros(rows, np.int32), np.full(rows, INACTIVE, np.int32)
+    for index, seq in rows_of.items():
+        constrained[index] = True
+        speculative[index] = can_roll_back and samples_alike(seq.params)
+        token_ids[index] = seq.token_ids[-1]
+        positions[index] = len(seq.token_ids) - 1
+    return GrammarBatch(
+        mask, constrained, speculative=speculative, token_ids=token_ids, positions=positions
+    )
+
+
+def samples_alike(params: SamplingParams) -> bool:
+    """Whether a free sample that the grammar allows is the sample under the mask. Truncation is
+    relative to the allowed tokens, and counts of tokens cannot be rolled back.
+    """
+    truncated = params.mode == SamplingMode.TRUNCATED or params.min_p > 0
+    return not truncated and not params.has_processors

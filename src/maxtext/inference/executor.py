@@ -80,7 +80,9 @@ class Executor:
     def set_processors(self, sequence: Sequence) -> None:
         """Write the state of a sequence's logits processors into its slot."""
         vocab_size = self.programs.config.vocab_size
-        row = ProcessorState.from_sequence(sequence, vocab_size)
+        prompt_ids = sequence.prompt_ids
+        output_ids = sequence.token_ids[len(prompt_ids) :]
+        row = ProcessorState.from_tokens(prompt_ids, output_ids, sequence.params, vocab_size)
         with self.programs.context():
             if self.processors is None:
                 self.processors = self.programs.init_processors(self.cache_config.slots, vocab_size)

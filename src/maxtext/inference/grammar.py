@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from maxtext.common.extras import require
-from maxtext.inference.streams import EngineError
+from maxtext.inference.errors import EngineError
 from maxtext.inference.structured_outputs import StructuredOutputs
 from maxtext.inference.validation import RequestError
 from maxtext.tokenizers import Tokenizer

@@ -8,18 +8,13 @@ a constrained row is inactive, and the next program that has it resumes it from 
 Shapes: B rows, V vocabulary, W = ceil(V / 32) words of a mask.
 """
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from maxtext.inference import sequence
-from maxtext.inference.bad_words import fill_token_masks
 from maxtext.inference.grammar import WORD_BITS
-from maxtext.inference.sampling_params import SamplingMode, SamplingParams
 
 INACTIVE = -1  # in place of a position: the slot has nothing to decode
 ALL_TOKENS = 0xFFFFFFFF  # a word of a mask
@@ -33,38 +28,6 @@ class GrammarBatch:
     speculative: Any  # [B] bool
     token_ids: Any  # [B] int32, the newest token of a constrained row
     positions: Any  # [B] int32, of that token
-
-    @classmethod
-    def from_sequences(
-        cls,
-        sequences: Sequence[sequence.Sequence],
-        rows: int,
-        indices: Iterable[int],
-        can_roll_back: bool,
-    ) -> "GrammarBatch | None":
-        """The batch of `rows` rows in which each sequence has the row of its index; None if none is
-        constrained. `can_roll_back`: the caches allow for dropping the newest tokens.
-        """
-        rows_of = {
-            index: seq
-            for index, seq in zip(indices, sequences, strict=True)
-            if seq.grammar is not None
-        }
-        matchers = [seq.grammar for seq in rows_of.values() if seq.grammar is not None]
-        if not matchers:
-            return None
-        mask = np.full((rows, matchers[0].num_words), ALL_TOKENS, np.uint32)
-        fill_token_masks(matchers, list(rows_of), mask)
-        constrained, speculative = np.zeros(rows, bool), np.zeros(rows, bool)
-        token_ids, positions = np.zeros(rows, np.int32), np.full(rows, INACTIVE, np.int32)
-        for index, seq in rows_of.items():
-            constrained[index] = True
-            speculative[index] = can_roll_back and samples_alike(seq.params)
-            token_ids[index] = seq.token_ids[-1]
-            positions[index] = len(seq.token_ids) - 1
-        return cls(
-            mask, constrained, speculative=speculative, token_ids=token_ids, positions=positions
-        )
 
     def resume(self, token_ids: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Token ids and positions [B] of the slots, with those of constrained rows."""
@@ -80,14 +43,6 @@ class GrammarBatch:
     def release(self, positions: jax.Array) -> jax.Array:
         """Positions [B] after a program: constrained rows are inactive."""
         return jnp.where(self.constrained, INACTIVE, positions)
-
-
-def samples_alike(params: SamplingParams) -> bool:
-    """Whether a free sample that the grammar allows is the sample under the mask. Truncation is
-    relative to the allowed tokens, and counts of tokens cannot be rolled back.
-    """
-    truncated = params.mode == SamplingMode.TRUNCATED or params.min_p > 0
-    return not truncated and not params.has_processors
 
 
 def mask_logits(logits: jax.Array, mask: jax.Array) -> jax.Array:

@@ -6,6 +6,7 @@ processor, and only programs for batches with such a request take it as an argum
 N slots, B rows of a batch, V vocabulary.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxtext.inference.sampling import BatchedSamplingParams
-from maxtext.inference.sequence import Sequence
+from maxtext.inference.sampling_params import SamplingParams
 
 IN_PROMPT, ENDS_SEQUENCE, EXCLUDED = 1, 2, 4  # flags of a token
 
@@ -38,10 +39,14 @@ class ProcessorState:
         )
 
     @classmethod
-    def from_sequence(cls, sequence: Sequence, vocab_size: int) -> "ProcessorState":
+    def from_tokens(
+        cls,
+        prompt_ids: Sequence[int],
+        output_ids: Sequence[int],
+        params: SamplingParams,
+        vocab_size: int,
+    ) -> "ProcessorState":
         """The row [V] of a sequence, on the host."""
-        prompt_ids, params = sequence.prompt_ids, sequence.params
-        output_ids = np.asarray(sequence.token_ids[len(prompt_ids) :], np.int64)
         flags = np.zeros(vocab_size, np.uint8)
         flags[list(prompt_ids)] |= IN_PROMPT
         flags[[token for token in params.stop_token_ids if token < vocab_size]] |= ENDS_SEQUENCE
@@ -52,7 +57,9 @@ class ProcessorState:
         bias = np.zeros(vocab_size, np.float32)
         bias[list(params.logit_bias)] = list(params.logit_bias.values())
         return cls(
-            output_counts=np.bincount(output_ids, minlength=vocab_size).astype(np.int32),
+            output_counts=np.bincount(
+                np.asarray(output_ids, np.int64), minlength=vocab_size
+            ).astype(np.int32),
             flags=flags,
             bias=bias,
         )

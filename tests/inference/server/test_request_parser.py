@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from maxtext.inference.errors import EngineError
 from maxtext.inference.server.bodies import parse_body, parse_messages
 from maxtext.inference.server.errors import ApiError
 from maxtext.inference.server.fields import (
@@ -20,7 +21,6 @@ from maxtext.inference.server.fields import (
 )
 from maxtext.inference.server.model import ServedModel
 from maxtext.inference.server.request_parser import RequestParser
-from maxtext.inference.streams import EngineError
 from maxtext.inference.validation import RequestError, shorten
 from maxtext.tokenizers import ChatTemplate
 

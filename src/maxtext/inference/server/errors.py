@@ -4,7 +4,7 @@ from typing import Any
 
 from maxtext.common.errors import UserError
 from maxtext.common.log import LOGGER
-from maxtext.inference.streams import EngineError
+from maxtext.inference.errors import EngineError
 from maxtext.inference.validation import RequestError
 
 INVALID_REQUEST = "invalid_request_error"

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from maxtext.inference.streams import EngineError
+from maxtext.inference.errors import EngineError
 
 RESULT = TypeVar("RESULT")
 MAX_SHORT_BODY = 64 * 1024  # bytes; a longer body is parsed and tokenized by the long pool
