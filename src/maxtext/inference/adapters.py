@@ -18,7 +18,7 @@ from flax import nnx
 
 from maxtext.adapters.binding import LinearShape, padded
 from maxtext.adapters.merge import magnitude_factor, update
-from maxtext.adapters.modules import EMBEDDING, HEAD_WEIGHT
+from maxtext.adapters.modules import EMBEDDING, HEAD_WEIGHT, SAVED_MODULES
 from maxtext.adapters.spec import MAGNITUDE, ROUTED_EXPERTS, Adapter, B, write_layer
 from maxtext.checkpoint.open import model_param_infos
 from maxtext.checkpoint.tensors import TensorSource
@@ -26,14 +26,13 @@ from maxtext.checkpoint.weights import ParamPath
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.common.trees import unflatten_dict
 from maxtext.configs.types import MaxTextConfig
-from maxtext.layers.adapters import EMBEDDER, HEAD, AdapterSpec, AdapterTarget
+from maxtext.layers.adapters import EMBEDDER, AdapterSpec, AdapterTarget
 from maxtext.layers.lora import MergedAdapter, is_adapter, split_adapter
 from maxtext.layers.parameters import Template, Tree
 from maxtext.sharding import AxisRules
 
 VERSIONS = itertools.count(1)
 COPIES = {"head_copies": HEAD_WEIGHT, f"{EMBEDDER}/copies": EMBEDDING}
-MODULES = {HEAD_WEIGHT: HEAD, EMBEDDING: EMBEDDER}
 
 
 @dataclass(frozen=True)
@@ -109,7 +108,7 @@ def serving_spec(adapters: Iterable[Adapter], slots: int, dtype: str) -> Adapter
     return AdapterSpec(
         targets=tuple((path, AdapterTarget(rank, rank)) for path, rank in sorted(ranks.items())),
         dora=any(adapter.spec.dora for adapter in adapters),
-        saved=tuple(MODULES[name] for adapter in adapters for name in sorted(adapter.saved)),
+        saved=tuple(SAVED_MODULES[name] for adapter in adapters for name in sorted(adapter.saved)),
         slots=slots,
         dtype=dtype,
     )

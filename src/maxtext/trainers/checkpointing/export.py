@@ -21,7 +21,7 @@ from maxtext.layers.lora import split_adapter
 from maxtext.layers.parameters import Template
 from maxtext.models.transformer import make_template
 from maxtext.sharding import use_rules
-from maxtext.trainers.checkpointing.init_adapters import trained_adapter
+from maxtext.trainers.adapters import trained_adapter
 from maxtext.trainers.run_context import RunContext
 from maxtext.trainers.step import TrainState
 from maxtext.trainers.trainable import has_adapters

@@ -19,7 +19,7 @@ from maxtext.models.configuration import load
 from maxtext.models.differences import config_differences
 from maxtext.models.transformer import initial_weights as random_weights
 from maxtext.sharding import use_rules
-from maxtext.trainers.checkpointing.init_adapters import adapted_weights
+from maxtext.trainers.adapters import adapted_weights
 from maxtext.trainers.step import TrainState
 from maxtext.trainers.trainable import has_adapters
 
