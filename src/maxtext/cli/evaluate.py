@@ -27,7 +27,7 @@ def run(arguments: Arguments) -> int:
         require_problems,
         write_responses,
     )
-    from maxtext.trainers.methods.rl.rewards.builtin import build_rewards
+    from maxtext.trainers.methods.rl.rewards.functions import build_rewards
 
     problems = require_problems(config)  # an error comes before the weights are loaded
     session = load_session(model)

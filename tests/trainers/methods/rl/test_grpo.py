@@ -21,7 +21,7 @@ from maxtext.trainers.configuration import load_run
 from maxtext.trainers.data_loader import open_train_streams
 from maxtext.trainers.methods.rl import rollout
 from maxtext.trainers.methods.rl.group_sampler import RewardWatch, reward_metrics
-from maxtext.trainers.methods.rl.rewards.keys import RewardKeys
+from maxtext.trainers.methods.rl.rewards.answers import RewardKeys
 from maxtext.trainers.methods.rl.rollout_log import RolloutLog, ScoredRollout
 from maxtext.trainers.methods.rl.rollout_step import check_agreement, log_rollout
 from maxtext.trainers.methods.rl.spans import Clock, SpanLog

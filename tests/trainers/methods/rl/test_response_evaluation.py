@@ -26,8 +26,7 @@ from maxtext.trainers.methods.rl.response_evaluation import (
     evaluate_responses,
     write_responses,
 )
-from maxtext.trainers.methods.rl.rewards.builtin import builtin_rewards
-from maxtext.trainers.methods.rl.rewards.functions import reward_functions
+from maxtext.trainers.methods.rl.rewards.functions import builtin_rewards, reward_functions
 from maxtext.trainers.methods.rl.rollout import sample_seed
 from tests.tokenizers.tiny import write_bpe
 from tests.trainers.methods.distillation.test_distillation import save_llama

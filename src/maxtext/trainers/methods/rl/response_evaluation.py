@@ -28,15 +28,14 @@ from maxtext.tokenizers import Tokenizer, load_tokenizer
 from maxtext.trainers.data_loader import eval_data_hint
 from maxtext.trainers.methods.rl.agents.agent import AgenticSampler
 from maxtext.trainers.methods.rl.group_sampler import Prompt, mean, read_prompts
-from maxtext.trainers.methods.rl.rewards.answers import accepted_answers
-from maxtext.trainers.methods.rl.rewards.builtin import answer_column
+from maxtext.trainers.methods.rl.rewards.answers import RewardKeys, accepted_answers
 from maxtext.trainers.methods.rl.rewards.functions import (
     RewardFunction,
+    answer_column,
     compute_rewards,
     total_rewards,
 )
 from maxtext.trainers.methods.rl.rewards.grading import combine_grades, grade_problems, pass_at_k
-from maxtext.trainers.methods.rl.rewards.keys import RewardKeys
 from maxtext.trainers.methods.rl.rollout import sample_seed
 
 FILE = "evaluation.jsonl"

@@ -51,9 +51,8 @@ from maxtext.trainers.methods.rl.grpo import (
     needs_old_logps,
 )
 from maxtext.trainers.methods.rl.prompt_loader import PromptLoader
-from maxtext.trainers.methods.rl.rewards.answers import read_answer
-from maxtext.trainers.methods.rl.rewards.builtin import build_rewards
-from maxtext.trainers.methods.rl.rewards.keys import RewardKeys
+from maxtext.trainers.methods.rl.rewards.answers import RewardKeys, read_answer
+from maxtext.trainers.methods.rl.rewards.functions import build_rewards
 from maxtext.trainers.methods.rl.rollout import Rollout, rollout_metrics, stop_token_ids
 from maxtext.trainers.methods.rl.rollout_devices import make_rollout_engine
 from maxtext.trainers.methods.rl.rollout_log import RolloutLog, ScoredRollout

@@ -111,8 +111,7 @@ def test_agentic_rollouts_without_tools_are_the_plain_ones(base, tmp_path, light
 
 def test_rewards_of_a_run_with_an_environment(base):
     from maxtext.trainers.methods.rl.agents.agent import Agent
-    from maxtext.trainers.methods.rl.rewards.builtin import build_rewards
-    from maxtext.trainers.methods.rl.rewards.functions import reward_functions
+    from maxtext.trainers.methods.rl.rewards.functions import build_rewards, reward_functions
 
     class Config:
         reward_functions_path = ""

@@ -8,9 +8,8 @@ import pytest
 from maxtext import rewards
 from maxtext.common.errors import ConfigError
 from maxtext.trainers.methods.rl.rewards.answers import accepted_answers, last_boxed
-from maxtext.trainers.methods.rl.rewards.math_equality import MathVerifier
-from maxtext.trainers.methods.rl.rewards.normalize import normalize
-from maxtext.trainers.methods.rl.rewards.score import number_ratio
+from maxtext.trainers.methods.rl.rewards.equality import normalize
+from maxtext.trainers.methods.rl.rewards.grading import MathVerifier, number_ratio
 
 REASONED = "<reasoning>so</reasoning><answer>{}</answer>"
 EXACT, WHITE_SPACE, HIGH, LOW, WRONG, UNREADABLE = 5.0, 1.5, 0.5, 0.25, -1.0, -0.5

@@ -1,4 +1,4 @@
-"""Answers of completions and of rows, as texts and numbers."""
+"""Answers of completions and of rows, as texts and numbers, and the keys that rewards read."""
 
 import json
 import re
@@ -7,7 +7,11 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
-from maxtext.trainers.methods.rl.rewards.keys import RewardKeys
+from pydantic import ValidationError
+
+from maxtext.common.errors import ConfigError
+from maxtext.configs.types import Settings
+from maxtext.configs.types.rl import Reward, SpecialTokens
 
 BOXED = "\\boxed{"
 GSM8K_MARK = "####"
@@ -19,6 +23,28 @@ MAX_DIGITS = 400  # of a number; a longer one is text
 FRACTION = re.compile(r"(-?)(?:\\frac\{(-?\d+)\}\{(\d+)\}|\\frac(\d)(\d)|(\d+)/(\d+))")
 MIXED = re.compile(r"(-?)\((\d+)\+(\\frac\{\d+\}\{\d+\})\)")
 SCALED = re.compile(r"(.+) \\cdot 10\^\{(\d{1,2})\}")
+
+
+class RewardKeys(Reward, SpecialTokens):
+    """Points, penalties, and the texts that delimit reasoning and answer."""
+
+    reasoning_start_token_in_prompt: bool = False
+
+    @classmethod
+    def from_python(cls, **keys: Any) -> "RewardKeys":
+        """Raises ConfigError for an unknown key or an invalid value."""
+        try:
+            return cls(**keys)
+        except ValidationError as error:
+            problems = [
+                f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}"
+                for problem in error.errors()
+            ]
+            raise ConfigError(*problems) from error
+
+    @classmethod
+    def from_config(cls, config: Settings) -> "RewardKeys":
+        return cls(**{name: getattr(config, name) for name in cls.model_fields})
 
 
 def read_answer(completion: str, config: RewardKeys) -> str | None:

@@ -1,6 +1,7 @@
-"""Reward functions of the user: `f(prompts, completions, **columns) -> a number for each row`.
+"""The reward functions of a run: those of the user, or the built-in ones.
 
-A number may be None: the row is not scored. A function may be async; those of a step run together.
+A function is `f(prompts, completions, **columns) -> a number for each row`. A number may be None:
+the row is not scored. A function may be async; those of a step run together.
 """
 
 import asyncio
@@ -14,9 +15,13 @@ from typing import Any
 import numpy as np
 
 from maxtext.common.errors import ConfigError, UserError
+from maxtext.configs.types import MaxTextConfig
 from maxtext.input_pipeline.formatting import load_function
 from maxtext.input_pipeline.user_code import run_failure
+from maxtext.trainers.methods.rl.rewards.answers import RewardKeys
+from maxtext.trainers.methods.rl.rewards.grading import answer_rewards, format_exact, format_parts
 
+ANSWER_COLUMNS = ("answer", "answers", "solution", "target")
 Columns = Mapping[str, Sequence[Any]]
 
 
@@ -214,3 +219,53 @@ def to_array(name: str, values: Any, rows: int) -> np.ndarray:
         if math.isinf(array[row]):
             raise UserError(f"the reward function {name} returned {value!r} for row {row}")
     return array
+
+
+def build_rewards(
+    config: MaxTextConfig,
+    functions: Sequence[RewardFunction] = (),
+    environment: Sequence[RewardFunction] = (),
+) -> list[RewardFunction]:
+    """The reward functions of a run: those of its environment, and given ones, those of
+    reward_functions_path, or without any of these the built-in ones; with reward_weights. Raises
+    ConfigError."""
+    path = config.reward_functions_path
+    if functions and path:
+        raise ConfigError(
+            f"reward_functions_path={path} would do nothing: rewards are given as functions"
+        )
+    if path:
+        functions = load_reward_functions(path, config.reward_functions)
+    functions = [*environment, *functions]
+    return with_weights(functions or builtin_rewards(config), config.reward_weights)
+
+
+def builtin_rewards(config: MaxTextConfig) -> list[RewardFunction]:
+    """`format_exact`, `format_parts` and `answer`, with the keys of a run."""
+    reward_config = RewardKeys.from_config(config)
+
+    def exact(prompts: Any, completions: Sequence[str], **columns: Any) -> list[float]:
+        return [format_exact(text, reward_config) for text in completions]
+
+    def parts(prompts: Any, completions: Sequence[str], **columns: Any) -> list[float]:
+        return [format_parts(text, reward_config) for text in completions]
+
+    def answer(prompts: Any, completions: Sequence[str], **columns: Any) -> list[float]:
+        return answer_rewards(completions, answer_column(columns), reward_config)
+
+    return [
+        RewardFunction("format_exact", exact),
+        RewardFunction("format_parts", parts),
+        RewardFunction("answer", answer),
+    ]
+
+
+def answer_column(columns: Columns) -> Sequence[Any]:
+    """The column with the reference answers. Raises UserError if there is none."""
+    column = next((name for name in ANSWER_COLUMNS if name in columns), None)
+    if column is None:
+        raise UserError(
+            f"the rows have no right answer in a column {', '.join(ANSWER_COLUMNS)}, which "
+            "completions are compared with"
+        )
+    return columns[column]

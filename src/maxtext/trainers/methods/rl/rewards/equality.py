@@ -1,9 +1,11 @@
-"""Spellings of mathematical answers that mean the same, brought to one.
+"""Mathematical answers: different spellings become one, and a process compares answers.
 
-Answers are texts of people and models: `5 million`, `1,000 dollars`, `2 1/3`, `\\dfrac12`.
+Answers are texts of people and models: `5 million`, `1,000 dollars`, `2 1/3`, `\\dfrac12`. This
+module imports neither JAX nor other rooms, so that the process starts quickly.
 """
 
 import re
+from multiprocessing.connection import Connection
 
 TEXT = r"\\(?:text|mathrm|textbf|mathbf|mbox)"
 REPLACEMENTS = (
@@ -56,3 +58,20 @@ def normalize(text: str) -> str:
         if " " in text or "\\frac" in text:
             return f"{sign}({whole}+\\frac{{{numerator}}}{{{denominator}}})"
     return text
+
+
+def work(descriptor: int) -> None:
+    """Answers each (right, other) with whether they are equal, until the socket closes."""
+    from math_verify import parse, verify  # sympy takes a second to import
+
+    connection = Connection(descriptor)
+    while True:
+        try:
+            texts = connection.recv()
+        except EOFError:
+            return
+        try:
+            right, other = (parse(f"\\boxed{{{text}}}") for text in texts)
+            connection.send(bool(verify(right, other)))
+        except Exception:  # of sympy, which may raise anything: the answer cannot be read
+            connection.send(False)
