@@ -29,7 +29,7 @@ IDENTIFIERS = {
     "halted": "finished_mask",
     "give_up": "evict",
     "most_idle": "max_cached_blocks",
-    "Joined": "MergedLinear",
+    "Joined": "PackedLinear",
     "Maker": "Initializer",
     "maker": "initializer",
     "eight_bits": "fp8 or int8",

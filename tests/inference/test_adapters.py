@@ -202,7 +202,7 @@ def test_merged_projections_give_the_logits_of_peft(folder, folders, references,
     context = replace(plain.context, platform="gpu", capability="9.0")
     adapters = {name: folders / name for name in ("plain", "head")}
     merged = LLM.from_config(plain.config, open_checkpoint(folder), None, context, adapters)
-    assert "merged QKV" in str(merged.model.implementations)
+    assert "packed QKV" in str(merged.model.implementations)
     for name in ("plain", "", "head"):
         expected = logits_of(references[name], ids)
         np.testing.assert_allclose(merged.logits(ids, name), expected, rtol=1e-4, atol=1e-4)

@@ -27,7 +27,7 @@ from maxtext.common.errors import ConfigError, UserError
 from maxtext.common.trees import unflatten_dict
 from maxtext.configs.types import MaxTextConfig
 from maxtext.layers.adapters import EMBEDDER, AdapterSpec, AdapterTarget
-from maxtext.layers.lora import MergedAdapter, is_adapter, split_adapter
+from maxtext.layers.lora import PackedAdapter, is_adapter, split_adapter
 from maxtext.layers.parameters import Template, Tree
 from maxtext.sharding import AxisRules
 
@@ -137,10 +137,10 @@ def serving_weights(
     infos = model_param_infos(template, config)
     leaves: dict[ParamPath, np.ndarray] = {}
     adapters = list(slots.loaded.values())
-    merged = {
-        path: variable.get_metadata()["merged"]
+    packed = {
+        path: variable.get_metadata()["packed"]
         for path, variable in nnx.to_flat_state(template.state)
-        if "merged" in variable.get_metadata()
+        if "packed" in variable.get_metadata()
     }
     for name, info in infos.items():
         if not is_adapter(info.path):
@@ -148,8 +148,8 @@ def serving_weights(
         path, _, kind = name.rpartition("/")
         if path in COPIES:
             layer = copies(adapters, COPIES[path], kind, info.shape, info.dtype)
-        elif info.path in merged:
-            layer = merged_factors(adapters, path, kind, merged[info.path])
+        elif info.path in packed:
+            layer = packed_factors(adapters, path, kind, packed[info.path])
         elif kind == "lora_factor":
             layer = dora_factors(adapters, path, info.shape, base, linears[path])
         elif ROUTED_EXPERTS in path:
@@ -190,17 +190,17 @@ def joined_factors(
     return np.moveaxis(stacked, 0, -2).reshape(shape)
 
 
-def merged_factors(
-    adapters: Sequence[LoadedAdapter], path: str, kind: str, merged: MergedAdapter
+def packed_factors(
+    adapters: Sequence[LoadedAdapter], path: str, kind: str, packed: PackedAdapter
 ) -> np.ndarray:
     """lora_a or lora_b of the projections that the module at `path` computes by one matmul."""
-    parent, slots, parts = path.rpartition("/")[0], merged.slots, []
-    for name, rank, out_shape in zip(merged.names, merged.ranks, merged.out_shapes, strict=True):
+    parent, slots, parts = path.rpartition("/")[0], packed.slots, []
+    for name, rank, out_shape in zip(packed.names, packed.ranks, packed.out_shapes, strict=True):
         columns = slots * rank
         if kind == B:
             shape, matrix = (columns, *out_shape), (columns, math.prod(out_shape))
         else:
-            shape, matrix = (*merged.in_shape, columns), (math.prod(merged.in_shape), columns)
+            shape, matrix = (*packed.in_shape, columns), (math.prod(packed.in_shape), columns)
         joined = joined_factors(adapters, f"{parent}/{name}", kind, shape, slots)
         parts.append(joined.reshape(matrix))
     return block_diagonal(parts) if kind == B else np.concatenate(parts, axis=1)

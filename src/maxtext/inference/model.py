@@ -21,8 +21,8 @@ from maxtext.layers.quantized import layout_for_decode
 from maxtext.layers.specs import AttentionSpec, LayerSpec, MlpSpec
 from maxtext.layers.weight_layout import (
     gemv_unsupported_reason,
-    merging_unsupported_reason,
     pack_weights,
+    packing_unsupported_reason,
     transpose_weights,
     unpack_weights,
 )
@@ -99,7 +99,7 @@ class InferenceModel:
         """Why decode steps of a single row have no build of their own; None if they have."""
         if self.context.adapters is not None:
             return "has adapters"
-        reason = merging_unsupported_reason(self.context)
+        reason = packing_unsupported_reason(self.context)
         if reason is not None:
             return reason
         for layer in layers(self.config):

@@ -47,7 +47,7 @@ from maxtext.inference.sampling_params import SamplingMode
 from maxtext.layers.cache import CacheConfig
 from maxtext.layers.context import REFERENCE, BuildContext
 from maxtext.layers.inputs import LayerInputs
-from maxtext.layers.linear import merge_projections
+from maxtext.layers.linear import pack_projections
 from maxtext.layers.lora import is_adapter
 from maxtext.layers.parameters import Template, Tree
 from maxtext.layers.weight_layout import Path, leaf_layouts
@@ -73,7 +73,7 @@ class Programs:
     rules: AxisRules
     build: BuildContext = REFERENCE
     logprobs_temperature: float = 1.0  # divides the logits for log-probabilities of tokens
-    # With merged projections, whose weights are copies (`decode_weights`); None: `template`.
+    # With packed projections, whose weights are copies (`decode_weights`); None: `template`.
     decode_template: Template | None = None
 
     @cached_property
@@ -162,7 +162,7 @@ class Programs:
         return self.jit(self.run_fork, donate_argnums=0)
 
     def decode_weights(self, weights: Tree) -> Tree:
-        """The weights that decode programs take: those of merged projections, and casts of
+        """The weights that decode programs take: those of packed projections, and casts of
         adapters, are copies, made once for all programs; all others are the arrays of `weights`."""
         if not self.decode_paths:
             return weights
@@ -186,7 +186,7 @@ class Programs:
         def changed_decode_weights(weights: Tree) -> dict[str, jax.Array]:
             sources, template = flatten_dict(weights), self.decode_runner.template
             if self.decode_template is not None:
-                weights = merge_projections(template, weights)
+                weights = pack_projections(template, weights)
             casts = flatten_dict(template.cast(weights))
             converted = {
                 path: casts[path] if is_adapter(path) else weight

@@ -136,7 +136,7 @@ def triton_backward(
         )
     else:
         dy_fp8, dy_scale, _ = matmul.quantize_rowwise(dys, E5M2)
-        dx, dws = matmul.merged_matmul_backward(residuals, dy_fp8, dy_scale, dtype, dtypes)
+        dx, dws = matmul.packed_matmul_backward(residuals, dy_fp8, dy_scale, dtype, dtypes)
         dx = rescale(dx, dy_scale * residuals.weight_scale, dtype)
     return dx.astype(x.dtype).reshape(x_shape), tuple(
         dw.reshape(w.shape[1:]) for dw, w in zip(dws, weights, strict=True)

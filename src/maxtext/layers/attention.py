@@ -30,12 +30,12 @@ from maxtext.layers.cache import (
 )
 from maxtext.layers.context import INFERENCE, BuildContext, choose
 from maxtext.layers.inputs import Aux, LayerInputs, Sublayer
-from maxtext.layers.linear import MergedLinear, build_linear, project
+from maxtext.layers.linear import PackedLinear, build_linear, project
 from maxtext.layers.norms import Norm
 from maxtext.layers.parameters import Initializer
 from maxtext.layers.rope import apply_rope, rope_cos_sin
 from maxtext.layers.specs import AttentionSpec
-from maxtext.layers.weight_layout import merging_unsupported_reason
+from maxtext.layers.weight_layout import packing_unsupported_reason
 from maxtext.sharding import constrain
 
 KEY, VALUE = "key", "value"  # names of the arrays in a KV cache
@@ -290,21 +290,21 @@ def attends_in_place(inputs: LayerInputs) -> bool:
     return isinstance(inputs.cache, PagedKVCache) and inputs.cache.in_place
 
 
-class MergedAttention(Attention):
+class PackedAttention(Attention):
     """Packed QKV: one matmul for queries, keys and values."""
 
-    name = "merged QKV"
+    name = "packed QKV"
     mode = INFERENCE
 
     @classmethod
     def unsupported_reason(cls, spec: AttentionSpec, context: BuildContext) -> str | None:
         if spec.fused:
             return "needs separate weights for q, k and v"
-        return merging_unsupported_reason(context)
+        return packing_unsupported_reason(context)
 
     def build_projections(self, initializer: Initializer, embed_dim: int) -> None:
         spec = self.spec
-        self.merged_qkv = MergedLinear(
+        self.packed_qkv = PackedLinear(
             initializer,
             list(spec.projections),
             in_shape=(embed_dim,),
@@ -314,7 +314,7 @@ class MergedAttention(Attention):
         )
 
     def project(self, x: jax.Array) -> QKV:
-        outputs = self.merged_qkv(x)
+        outputs = self.packed_qkv(x)
         return outputs[0], outputs[1], outputs[-1]
 
     def decode(self, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Aux]:
@@ -324,7 +324,7 @@ class MergedAttention(Attention):
         assert spec.rope is not None
         cos_sin = rope_cos_sin(inputs.positions, spec.rope, spec.head_dim)
         cos, sin = (part[:, 0, 0] for part in cos_sin)
-        qkv = self.merged_qkv.matmul(x[:, 0])
+        qkv = self.packed_qkv.matmul(x[:, 0])
         heads = (spec.query_heads, spec.kv_heads)
         q, k, v = paged_attention.split_qkv_rope(qkv, cos, sin, heads)
         q, k, v = q[:, None], k[:, None], v[:, None]
@@ -332,7 +332,7 @@ class MergedAttention(Attention):
         return self.project_out(context, x), aux
 
 
-ATTENTIONS: tuple[type[Attention], ...] = (MergedAttention, Attention)
+ATTENTIONS: tuple[type[Attention], ...] = (PackedAttention, Attention)
 
 
 def build(spec: AttentionSpec, initializer: Initializer, embed_dim: int, dtype: Any) -> Attention:

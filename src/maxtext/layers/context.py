@@ -35,7 +35,7 @@ class BuildContext:
     quantized_weights: bool = False  # weights are stored as integers
     scanned: bool = False  # the weights of equal layers are stacked
     decode_rows: int = 0  # sequences that a decode step extends; 0: any number
-    copies_weights: bool = False  # merged weights are copies, for decode programs only
+    copies_weights: bool = False  # packed weights are copies, for decode programs only
     adapters: AdapterSpec | None = None  # low-rank adapters, which freeze all other weights
 
     @classmethod

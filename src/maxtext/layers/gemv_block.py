@@ -16,7 +16,7 @@ from maxtext.layers.mlp import ACTIVATIONS
 from maxtext.layers.norms import Norm
 from maxtext.layers.rope import rope_cos_sin
 from maxtext.layers.specs import AttentionSpec, LayerSpec, MlpSpec
-from maxtext.layers.weight_layout import merging_unsupported_reason
+from maxtext.layers.weight_layout import packing_unsupported_reason
 
 GATES = ("silu", "swish", "gelu", "relu")  # supported by the compiler of the kernels
 
@@ -42,7 +42,7 @@ class GemvAttentionBlock(Block):
         cos, sin = (part[0, 0, 0] for part in cos_sin)
         heads = spec.query_heads, spec.kv_heads
         qkv = gemv.norm_qkv_rope(
-            normed_input(norm, x), attention.merged_qkv.weight[...], cos, sin, heads
+            normed_input(norm, x), attention.packed_qkv.weight[...], cos, sin, heads
         )
         q, k, v = (part[None, None] for part in qkv)
         context, aux = attention.attend_in_place(q, k, v, inputs)
@@ -120,7 +120,7 @@ def fusion_unsupported_reason(spec: LayerSpec, context: BuildContext) -> str | N
         return "fuses sequential blocks with one residual stream only"
     if spec.norm.kind != "rms" or not spec.norm.scaled:
         return "fuses RMSNorm with a scale only"
-    return merging_unsupported_reason(context)
+    return packing_unsupported_reason(context)
 
 
 def matmul_unsupported_reason(inputs: int, outputs: list[int]) -> str | None:

@@ -1,6 +1,6 @@
 """Linear layers and their implementations, and the order of their gradients.
 
-Shapes: K = prod(in_shape) inputs, N outputs, of all merged projections together.
+Shapes: K = prod(in_shape) inputs, N outputs, of all packed projections together.
 """
 
 import math
@@ -23,17 +23,17 @@ from maxtext.layers.adapters import LayerAdapter, adapter_inputs
 from maxtext.layers.context import INFERENCE, BuildContext, choose
 from maxtext.layers.lora import (
     LowRank,
-    MergedAdapter,
+    PackedAdapter,
     down_project,
     has_dropout,
-    merged_a,
+    packed_a,
     split_columns,
 )
 from maxtext.layers.parameters import Initializer, Template, Tree
 from maxtext.layers.weight_layout import (
     WeightLayout,
-    merging_unsupported_reason,
     pack,
+    packing_unsupported_reason,
     source_paths,
 )
 
@@ -58,9 +58,16 @@ class Linear(nnx.Module):
 
     name = "plain"
     mode: str | None = None
+    # Whether `matmuls` takes weights of other widths, such as the A of an adapter.
+    takes_any_weight = True
 
     @classmethod
     def unsupported_reason(cls, spec: LinearSpec, context: BuildContext) -> str | None:
+        return None
+
+    @property
+    def low_rank(self) -> LowRank | None:
+        """The adapter of the layer."""
         return None
 
     def __init__(self, initializer: Initializer, spec: LinearSpec):
@@ -121,6 +128,10 @@ class LoRALinear(LowRank, Linear):
             weight=self.weight[...],
         )
 
+    @property
+    def low_rank(self) -> LowRank:
+        return self
+
     def merged_weight(self) -> jax.Array:
         return self.merge(self.weight[...], adapter_inputs())
 
@@ -131,6 +142,7 @@ class QuantizedMatmulLinear(Linear):
     """
 
     name = "quantized matmul"
+    takes_any_weight = False
 
     @classmethod
     def unsupported_reason(cls, spec: LinearSpec, context: BuildContext) -> str | None:
@@ -158,12 +170,13 @@ class TransposedLinear(Linear):
 
     name = "transposed for GEMV"
     mode = INFERENCE
+    takes_any_weight = False
 
     @classmethod
     def unsupported_reason(cls, spec: LinearSpec, context: BuildContext) -> str | None:
         if context.decode_rows != 1:
             return "several rows are decoded at a time"
-        return merging_unsupported_reason(context)
+        return packing_unsupported_reason(context)
 
     def __init__(self, initializer: Initializer, spec: LinearSpec):
         super().__init__(initializer, spec)
@@ -180,12 +193,12 @@ class TransposedLinear(Linear):
         ]
 
 
-class MergedLinear(nnx.Module):
+class PackedLinear(nnx.Module):
     """[y_1, …] = x [w_1 …] + [b_1 …]: projections of one input by one matmul, for inference.
 
     The weight is [K, N], or [N, K] as in `TransposedLinear`. Its values come from `pack_weights` or
-    `merge_projections`.
-    The adapters of the projections are merged, too, see `MergedAdapter`.
+    `pack_projections`.
+    The adapters of the projections are packed as well, see `PackedAdapter`.
     """
 
     def __init__(
@@ -208,7 +221,7 @@ class MergedLinear(nnx.Module):
         self.use_gemv = self.layout.use_gemv(initializer.dtype, dtype)
         self.weight = self.layout.weight(initializer.dtype)
         self.bias = self.layout.bias(initializer.dtype) if bias else None
-        self.adapter = MergedAdapter.of(initializer, self.layout)
+        self.adapter = PackedAdapter.of(initializer, self.layout)
         if self.adapter is not None:
             self.lora_a, self.lora_b = self.adapter.params(dtype)
 
@@ -231,21 +244,21 @@ class MergedLinear(nnx.Module):
         return y if self.bias is None else y + self.bias[...].astype(self.dtype)
 
 
-def merge_projections(template: Template, weights: Tree) -> Tree:
+def pack_projections(template: Template, weights: Tree) -> Tree:
     """Weights of the same model with separate projections, in the layout of `template`. To be
     called under jit."""
-    flat, merged = flatten_dict(weights), {}
+    flat, packed = flatten_dict(weights), {}
     for path, variable in nnx.to_flat_state(template.state):
         metadata = variable.get_metadata()
-        layout, adapter = metadata.get("layout"), metadata.get("merged")
+        layout, adapter = metadata.get("layout"), metadata.get("packed")
         if adapter is not None:
             factors = [flat.get(source) for source in source_paths(path, adapter.names)]
-            merged[path] = adapter.merge(path[-1], factors)
+            packed[path] = adapter.pack(path[-1], factors)
         elif layout is not None:
-            merged[path] = pack(path, layout, flat)
+            packed[path] = pack(path, layout, flat)
         else:
-            merged[path] = flat[path]
-    return unflatten_dict(merged)
+            packed[path] = flat[path]
+    return unflatten_dict(packed)
 
 
 def matmul_transposed(x: jax.Array, weight_T: jax.Array, use_gemv: bool) -> jax.Array:
@@ -305,13 +318,13 @@ def project(x: jax.Array, *linears: Linear, weight_grads_first: bool = False) ->
     ]
     if weight_grads_first:
         x, weights = order_weight_grads(x, weights)
-    adapted = [linear for linear in linears if isinstance(linear, LoRALinear)]
+    adapted = [linear.low_rank for linear in linears if linear.low_rank is not None]
     inputs = adapter_inputs()
-    is_plain = type(first).matmuls is Linear.matmuls and not any_quantized(weights)
-    if adapted and is_plain and not has_dropout(adapted, inputs):
+    takes_a = first.takes_any_weight and not any_quantized(weights)
+    if adapted and takes_a and not has_dropout(adapted, inputs):
         # A is the first of the weights: in the backward pass, the large matmuls then add to its
         # product, at no cost, and not the other way round.
-        hidden, *outputs = first.matmuls(x, [merged_a(adapted), *weights])
+        hidden, *outputs = first.matmuls(x, [packed_a(adapted), *weights])
         hiddens = split_columns(hidden, adapted)
     else:
         outputs, hiddens = first.matmuls(x, weights), down_project(x, adapted, inputs)
@@ -333,8 +346,8 @@ def add_adapters(
     each of these."""
     inputs, hidden = adapter_inputs(), iter(hiddens)
     return [
-        linear.add_update(next(hidden), y, linear.weight[...], inputs)
-        if isinstance(linear, LoRALinear)
+        linear.low_rank.add_update(next(hidden), y, linear.weight[...], inputs)
+        if linear.low_rank is not None
         else y
         for y, linear in zip(outputs, linears, strict=True)
     ]

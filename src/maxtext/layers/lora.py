@@ -129,7 +129,7 @@ class LowRank:
 
 
 @dataclass(frozen=True)
-class MergedAdapter:
+class PackedAdapter:
     """The adapters of projections that are computed by one matmul [K, N], for inference; of n
     slots, or the adapter of all rows (n = 1).
 
@@ -144,7 +144,7 @@ class MergedAdapter:
     spec: AdapterSpec
 
     @classmethod
-    def of(cls, initializer: Initializer, layout: WeightLayout) -> "MergedAdapter | None":
+    def of(cls, initializer: Initializer, layout: WeightLayout) -> "PackedAdapter | None":
         """None if no projection has an adapter."""
         spec = initializer.context.adapters
         if spec is None:
@@ -175,7 +175,7 @@ class MergedAdapter:
                 jnp.zeros(shape, self.spec.dtype),
                 axes=(None, None),
                 fixed_dtype=True,
-                merged=self,
+                packed=self,
                 cast_to=dtype,
             )
             for shape in shapes
@@ -189,7 +189,7 @@ class MergedAdapter:
             return hidden
         return None if ids is None else select_slots(hidden, ids, self.slots, self.ranks)
 
-    def merge(self, kind: str, factors: Sequence[jax.Array | None]) -> jax.Array:
+    def pack(self, kind: str, factors: Sequence[jax.Array | None]) -> jax.Array:
         """lora_a or lora_b of those of each projection, without slots; None: it has no adapter."""
         if kind == A:
             rows = math.prod(self.in_shape)
@@ -216,7 +216,7 @@ def down_project(x: jax.Array, layers: Sequence[LowRank], inputs: AdapterInputs)
             )
             for layer in layers
         ]
-    return split_columns(jnp.tensordot(x.astype(dtype), merged_a(layers), in_dims), layers)
+    return split_columns(jnp.tensordot(x.astype(dtype), packed_a(layers), in_dims), layers)
 
 
 def has_dropout(layers: Sequence[LowRank], inputs: AdapterInputs) -> bool:
@@ -224,14 +224,14 @@ def has_dropout(layers: Sequence[LowRank], inputs: AdapterInputs) -> bool:
     return inputs.key is not None and bool(layers[0].adapter.spec.dropout)
 
 
-def merged_a(layers: Sequence[LowRank]) -> jax.Array:
+def packed_a(layers: Sequence[LowRank]) -> jax.Array:
     """A of layers with one input, in one matrix."""
     dtype = layers[0].adapter_dtype
     return jnp.concatenate([layer.lora_a[...].astype(dtype) for layer in layers], axis=-1)
 
 
 def split_columns(hidden: jax.Array, layers: Sequence[LowRank]) -> list[jax.Array]:
-    """x A of each layer, from x times `merged_a`."""
+    """x A of each layer, from x times `packed_a`."""
     ends = list(accumulate(layer.lora_a.shape[-1] for layer in layers))
     return jnp.split(hidden, ends[:-1], axis=-1)
 

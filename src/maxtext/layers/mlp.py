@@ -12,10 +12,10 @@ from jax.ad_checkpoint import checkpoint_name
 from maxtext.layers.context import INFERENCE, BuildContext, choose
 from maxtext.layers.dropout import dropout
 from maxtext.layers.inputs import Aux, LayerInputs, Sublayer
-from maxtext.layers.linear import MergedLinear, build_linear, project
+from maxtext.layers.linear import PackedLinear, build_linear, project
 from maxtext.layers.parameters import Initializer
 from maxtext.layers.specs import MlpSpec
-from maxtext.layers.weight_layout import merging_unsupported_reason
+from maxtext.layers.weight_layout import packing_unsupported_reason
 from maxtext.sharding import constrain
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -103,8 +103,8 @@ class Mlp(Sublayer):
         linears = [getattr(self, name) for name in spec.branches]
         outputs = project(x, *linears, weight_grads_first=True)
         if spec.fused:
-            merged = checkpoint_name(outputs[0], "mlpwi")
-            return [merged[..., i, :] for i in range(len(spec.activations))]
+            packed = checkpoint_name(outputs[0], "mlpwi")
+            return [packed[..., i, :] for i in range(len(spec.activations))]
         return [
             checkpoint_name(y, f"mlp{name}") for name, y in zip(spec.branches, outputs, strict=True)
         ]
@@ -119,10 +119,10 @@ class Mlp(Sublayer):
         return checkpoint_name(project(hidden, self.wo, weight_grads_first=True)[0], "mlpwo"), {}
 
 
-class MergedMlp(Mlp):
+class PackedMlp(Mlp):
     """Packed gate-up: one matmul for the branches."""
 
-    name = "merged gate-up"
+    name = "packed gate-up"
     mode = INFERENCE
 
     @classmethod
@@ -131,11 +131,11 @@ class MergedMlp(Mlp):
             return "needs two branches with weights of their own"
         if context.copies_weights:
             return "would copy most weights of the model"
-        return merging_unsupported_reason(context)
+        return packing_unsupported_reason(context)
 
     def build_branches(self, initializer: Initializer, embed_dim: int) -> None:
         spec = self.spec
-        self.gate_up = MergedLinear(
+        self.gate_up = PackedLinear(
             initializer,
             spec.branches,
             in_shape=(embed_dim,),
@@ -148,7 +148,7 @@ class MergedMlp(Mlp):
         return self.gate_up(x)
 
 
-MLPS: tuple[type[Mlp], ...] = (MergedMlp, Mlp)
+MLPS: tuple[type[Mlp], ...] = (PackedMlp, Mlp)
 
 
 def build(spec: MlpSpec, initializer: Initializer, embed_dim: int, dtype: Any) -> Mlp:

@@ -1,10 +1,10 @@
 """The layout of weights for inference on one GPU, and conversions between layouts.
 
-Projections of one input are merged (packed QKV, packed gate-up), and transposed where a decode step
-has a single row. Checkpoints have each projection under its own name. A model that is built with
-merged layers says in the metadata of a parameter how it is stored (`WeightLayout`); `pack_weights`,
-`transpose_weights` and `unpack_weights` convert the weights of one layout to another, array by
-array, and free what they consume.
+Projections of one input are packed into one weight (packed QKV, packed gate-up), and transposed
+where a decode step has a single row. Checkpoints have each projection under its own name. A model
+that is built with packed layers says in the metadata of a parameter how it is stored
+(`WeightLayout`); `pack_weights`, `transpose_weights` and `unpack_weights` convert the weights of
+one layout to another, array by array, and free what they consume.
 """
 
 import math
@@ -32,7 +32,7 @@ Path = tuple[Any, ...]
 class WeightLayout:
     """How the weight and the bias of one or several projections are stored."""
 
-    names: tuple[str, ...]  # of merged projections, in the module that has them; (): one projection
+    names: tuple[str, ...]  # of packed projections, in the module that has them; (): one projection
     in_shape: tuple[int, ...]
     out_shapes: tuple[tuple[int, ...], ...]
     transposed: bool
@@ -62,12 +62,12 @@ class WeightLayout:
         return self.transposed and supported and jnp.dtype(weight_dtype) == jnp.dtype(dtype)
 
 
-def merging_unsupported_reason(context: BuildContext) -> str | None:
-    """Why weights are not merged; None if they are."""
+def packing_unsupported_reason(context: BuildContext) -> str | None:
+    """Why projections are not packed; None if they are."""
     if context.adapters is not None and context.adapters.dora:
         return "has DoRA adapters"
     if context.quantized_weights:
-        return "merges weights of floats only"
+        return "packs weights of floats only"
     if context.scanned:
         return "layers are stacked (scan_layers=true)"
     return context.single_gpu_unsupported_reason()
@@ -82,7 +82,7 @@ def leaf_layouts(template: Template) -> dict[Path, WeightLayout | None]:
 
 
 def source_paths(path: Path, names: Sequence[str]) -> list[Path]:
-    """Where the checkpoint has the projections with these names of a merged parameter."""
+    """Where the checkpoint has the projections with these names of a packed parameter."""
     if not names:
         return [path]
     *parents, _, leaf = path
@@ -90,7 +90,7 @@ def source_paths(path: Path, names: Sequence[str]) -> list[Path]:
 
 
 def pack_weights(template: Template, weights: Tree) -> Tree:
-    """Weights as checkpoints have them, in the layout of `template`. Merged arrays are deleted: the
+    """Weights as checkpoints have them, in the layout of `template`. Packed arrays are deleted: the
     device may not have the memory for both."""
     flat = flatten_dict(weights)
     packed = {}
@@ -107,19 +107,19 @@ def pack_weights(template: Template, weights: Tree) -> Tree:
 def pack(path: Path, layout: WeightLayout, flat: dict[Path, jax.Array]) -> jax.Array:
     """The parameter at a path of the arrays that checkpoints have instead."""
     arrays = [flat[source] for source in source_paths(path, layout.names)]
-    merge = merge_weights if path[-1] == "weight" else merge_biases
-    return merge(arrays, len(layout.in_shape), layout.transposed)
+    concatenate = concatenate_weights if path[-1] == "weight" else concatenate_biases
+    return concatenate(arrays, len(layout.in_shape), layout.transposed)
 
 
 @partial(jax.jit, static_argnums=(1, 2))
-def merge_weights(weights: list[jax.Array], input_dims: int, transposed: bool) -> jax.Array:
+def concatenate_weights(weights: list[jax.Array], input_dims: int, transposed: bool) -> jax.Array:
     matrices = [w.reshape(math.prod(w.shape[:input_dims]), -1) for w in weights]
-    merged = jnp.concatenate(matrices, axis=1)
-    return merged.T if transposed else merged
+    packed = jnp.concatenate(matrices, axis=1)
+    return packed.T if transposed else packed
 
 
 @partial(jax.jit, static_argnums=(1, 2))
-def merge_biases(biases: list[jax.Array], input_dims: int, transposed: bool) -> jax.Array:
+def concatenate_biases(biases: list[jax.Array], input_dims: int, transposed: bool) -> jax.Array:
     return jnp.concatenate([bias.reshape(-1) for bias in biases])
 
 
@@ -168,7 +168,7 @@ def change_layout(
 
 
 def unpack_weights(template: Template, weights: Tree) -> Tree:
-    """Weights as checkpoints have them. Those that were merged are in the host's memory: the device
+    """Weights as checkpoints have them. Packed ones are in the host's memory: the device
     may not have the memory for both."""
     flat, unpacked = flatten_dict(weights), {}
     for path, layout in leaf_layouts(template).items():

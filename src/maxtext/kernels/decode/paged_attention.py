@@ -2,7 +2,7 @@
 Pallas kernels for NVIDIA GPUs, lowered by Triton.
 
     paged_attention    softmax(scale · q k[0..t]) v[0..t],   k[t] and v[t] written to their page
-    split_qkv_rope     RoPE(q), RoPE(k), v of a merged projection
+    split_qkv_rope     RoPE(q), RoPE(k), v of a packed projection
 
 Shapes: B rows, H query heads, K key/value heads, G = H / K, D head_dim, P pages of `page` tokens,
 C table columns.
@@ -264,7 +264,7 @@ def normalized(context: Array, total: Array) -> Array:
 def split_qkv_rope(
     x: Array, cos: Array, sin: Array, heads: tuple[int, int], interpret: bool = False
 ) -> list[Array]:
-    """q [B, H, D], k and v [B, K, D] of merged projections x [B, (H + 2 K) D], with RoPE by cos and
+    """q [B, H, D], k and v [B, K, D] of packed projections x [B, (H + 2 K) D], with RoPE by cos and
     sin [B, D / 2] on q and k. One kernel, where XLA launches three."""
     q_heads, kv_heads = heads
     half = cos.shape[1]

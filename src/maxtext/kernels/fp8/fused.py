@@ -26,8 +26,8 @@ from maxtext.kernels.fp8.matmul import (
     MatmulResiduals,
     matmul_backward,
     matmul_forward,
-    merged_matmul_backward,
     one_scale_matmul_backward,
+    packed_matmul_backward,
     quantize_rowwise,
 )
 from maxtext.kernels.fp8.quantize import (
@@ -113,7 +113,7 @@ def norm_qkv_backward(
         halves = [dy.reshape(tokens, dy.shape[-2], 2, -1) for dy in dys]
         angles = [angle.reshape(tokens, -1) for angle in cos_sin]
         dy_fp8, dy_scale, _ = rowwise.quantize_rowwise(halves, E5M2, angles)
-    dn, dws = merged_matmul_backward(
+    dn, dws = packed_matmul_backward(
         matmul_residuals, dy_fp8, dy_scale, accum_dtype(dresidual.dtype), dtypes
     )
     dx, dnorm_scale, _ = norm_backward(

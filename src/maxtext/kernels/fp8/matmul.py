@@ -121,7 +121,7 @@ def matmul_backward(
     ]
 
 
-def merged_matmul_backward(
+def packed_matmul_backward(
     residuals: MatmulResiduals,
     dy_fp8: Array,
     dy_scale: Array,

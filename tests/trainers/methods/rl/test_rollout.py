@@ -183,7 +183,7 @@ def test_merged_projections_of_a_gpu_sample_the_same(configure, monkeypatch, key
     with monkeypatch.context() as patch:
         patch.setattr(BuildContext, "single_gpu_unsupported_reason", lambda context: None)
         merged = merged_template(context.config, context.template, context.rules)
-    assert sum("merged_qkv" in path for path in flatten_dict(merged.weights)) >= 2
+    assert sum("packed_qkv" in path for path in flatten_dict(merged.weights)) >= 2
     sampled = []
     for template in (None, merged):
         engine.programs = replace(engine.programs, decode_template=template)

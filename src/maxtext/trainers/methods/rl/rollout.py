@@ -36,7 +36,7 @@ from maxtext.input_pipeline.sequences import masked_sequence
 from maxtext.layers.context import INFERENCE
 from maxtext.layers.lora import split_adapter
 from maxtext.layers.parameters import Template
-from maxtext.layers.weight_layout import merging_unsupported_reason
+from maxtext.layers.weight_layout import packing_unsupported_reason
 from maxtext.models.transformer import build_context, make_template
 from maxtext.sharding import AxisRules
 from maxtext.sharding.state import on_device
@@ -235,7 +235,7 @@ def merged_template(config: MaxTextConfig, template: Template, rules: AxisRules)
     _, adapter = split_adapter(template.weights)
     adapters = run_adapters(config) if adapter else None
     context = model_context(config, rules, INFERENCE, adapters)
-    if merging_unsupported_reason(context):
+    if packing_unsupported_reason(context):
         return None
     return make_template(config, replace(context, copies_weights=True))
 
