@@ -111,9 +111,9 @@ BAD = {
     '{"prompt": "a", "max_new_tokens": 63}': "max_new_tokens=63 must be between 1 and 62",
     '{"prompt": "a", "max_new_tokens": "many"}': "max_new_tokens must be a whole number",
     '{"prompt": "a", "temperature": true}': "temperature must be a number",
-    '{"prompt": "a", "temperature": NaN}': "NaN is no JSON number",
-    '{"prompt": "a", "temperature": -Infinity}': "-Infinity is no JSON number",
-    '{"prompt": "a", "temperature": 1e999}': "the number 1e999, which is too large",
+    '{"prompt": "a", "temperature": NaN}': "NaN is no number",
+    '{"prompt": "a", "temperature": -Infinity}': "-Infinity is no number",
+    '{"prompt": "a", "temperature": 1e999}': 'the number "1e999", which is too large',
     '{"prompt": "a", "temperature": 1e300}': "temperature=1e+300 must be a number from 0 to 1e+30",
     json.dumps({"prompt": "a", "temperature": 10**400}): "must be a number from 0 to 1e+30",
     '{"prompt": "a", "temperature": null}': "temperature must be a number, not null",
@@ -136,8 +136,8 @@ BAD = {
     '{"prompt": [1, 1.0]}': "prompt must be text or a list of token ids",
     '{"prompt": [1, -1]}': "outside the vocabulary",
     json.dumps({"prompt": [1, 10**30]}): "outside the vocabulary",
-    '{"prompt": "a", "id": NaN}': "NaN is no JSON number",
-    '{"prompt": "a", "id": [1e999]}': "the number 1e999, which is too large",
+    '{"prompt": "a", "id": NaN}': "NaN is no number",
+    '{"prompt": "a", "id": [1e999]}': 'the number "1e999", which is too large',
     '{"prompt": "a", "id": ' + "9" * 5000 + "}": "a number of 5000 digits: 1000 are the most",
     '{"prompt": "a", "id": ' + "[" * 150 + "]" * 150 + "}": "nested more than 100 levels deep",
     '{"prompt": "a", "prompt": "b"}': "'prompt' twice in one object",
@@ -204,7 +204,10 @@ def test_bytes_that_are_not_text(tmp_path, folder, loaded):
     (tmp_path / "in.jsonl").write_bytes(b'{"prompt": "\xff"}\n{"prompt": "a", "id": "\\ud800"}')
     assert batch(tmp_path) == 0
     assert read_results(tmp_path) == {
-        0: {"finished": "error", "error": "the line is not UTF-8"},
+        0: {
+            "finished": "error",
+            "error": "the line is not UTF-8: byte 12 does not continue a character",
+        },
         1: {"id": "\ud800", "text": "a", "finished": "length"},
     }
 

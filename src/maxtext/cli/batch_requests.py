@@ -3,8 +3,6 @@ only.
 """
 
 import dataclasses
-import json
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,6 +11,7 @@ from maxtext.common.errors import UserError
 from maxtext.configs.sources import suggest
 from maxtext.inference.requests import GenerationRequest
 from maxtext.inference.sampling_params import SamplingParams
+from maxtext.inference.strict_json import JsonReader
 from maxtext.inference.structured_outputs import parse_response_format
 from maxtext.inference.validation import check_whole_number, shorten
 
@@ -47,72 +46,22 @@ FIELDS = (
     "seed",
     "adapter",
 )
-MAX_DEPTH = 100  # of nested lists and objects: Python's JSON reader and writer have a limit, too
-MAX_DIGITS = 1000  # of a whole number: Python refuses to convert more than a few thousand
+# Results carry the id, so all of a line can be written as JSON again: Python's writer has limits.
+READER = JsonReader(
+    "the line",
+    encoding="utf-8-sig",
+    allows_half_pairs=True,
+    has_unique_keys=True,
+    max_depth=100,
+    max_digits=1000,
+)
 
 
 def parse_line(data: bytes) -> dict[str, Any]:
-    """The record of a line in strict JSON: unique keys, finite numbers. All of it can be written as
-    JSON again, since results carry the id.
-    """
-    try:
-        record = json.loads(
-            data.decode("utf-8-sig"),
-            object_pairs_hook=unique_keys,
-            parse_int=bounded_int,
-            parse_float=finite_float,
-            parse_constant=refuse_constant,
-        )
-    except UnicodeDecodeError as error:
-        raise UserError("the line is not UTF-8") from error
-    except RecursionError as error:
-        raise UserError(f"the line is nested more than {MAX_DEPTH} levels deep") from error
-    except ValueError as error:
-        raise UserError(f"the line is not JSON: {error}") from error
+    record = READER.read(data)
     if not isinstance(record, dict):
         raise UserError('the line is not a JSON object such as {"prompt": "I love to"}')
-    check_depth(record)
     return record
-
-
-def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    record: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in record:
-            raise UserError(f"the line has {name!r} twice in one object: which of the two?")
-        record[name] = value
-    return record
-
-
-def bounded_int(text: str) -> int:
-    if len(text) > MAX_DIGITS:
-        raise UserError(f"the line has a number of {len(text)} digits: {MAX_DIGITS} are the most")
-    return int(text)
-
-
-def finite_float(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value):
-        raise UserError(f"the line has the number {text[:40]}, which is too large")
-    return value
-
-
-def refuse_constant(text: str) -> None:
-    raise UserError(f"the line is not JSON: {text} is no JSON number")
-
-
-def check_depth(record: dict[str, Any]) -> None:
-    level: list[Any] = [record]
-    for _ in range(MAX_DEPTH):
-        values = [
-            value
-            for container in level
-            for value in (container.values() if isinstance(container, dict) else container)
-        ]
-        level = [value for value in values if isinstance(value, dict | list)]
-        if not level:
-            return
-    raise UserError(f"the line is nested more than {MAX_DEPTH} levels deep")
 
 
 def build_request(

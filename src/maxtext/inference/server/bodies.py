@@ -4,106 +4,23 @@ null is the same as absent in every field. Errors are `RequestError`, with the n
 """
 
 import json
-import math
-import re
 from collections.abc import Mapping
 from typing import Any
 
+from maxtext.inference.strict_json import JsonReader
 from maxtext.inference.validation import RequestError, check_bool, shorten
 
 Body = Mapping[str, Any]
-MAX_FIELDS = 1000
-MAX_CONTAINERS = 100_000
-MIN_LONG_BODY = 64 * 1024  # bytes
-JSON_TEXT = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
+READER = JsonReader("the body")
 REASONING_NAMES = ("reasoning_content", "reasoning", "thinking")  # of a message
 
 
 def parse_body(data: bytes) -> dict[str, Any]:
-    """A JSON object in UTF-8, without the fields that are null. Raises RequestError for anything
-    else, for numbers and texts that JSON parsers accept beyond the standard (NaN, Infinity, 1e999
-    and halves of surrogate pairs), and for more than MAX_FIELDS fields or MAX_CONTAINERS lists and
-    objects.
-    """
-    check_num_containers(data)
-    try:
-        # The numbers and objects of a long body are functions in Python, between which other
-        # threads run. The scanner itself is C, and would stop them all.
-        body = json.loads(
-            data.decode("utf-8"),
-            parse_constant=refuse_constant,
-            parse_float=parse_finite,
-            parse_int=parse_int if len(data) > MIN_LONG_BODY else None,
-        )
-        if b"\\ud" in data.lower():
-            check_surrogates(body)
-    except UnicodeEncodeError as error:
-        raise RequestError("the body has half of a surrogate pair, which is no text") from error
-    except UnicodeDecodeError as error:
-        message = f"the body is not UTF-8: byte {error.start} does not continue a character"
-        raise RequestError(message) from error
-    except RecursionError as error:
-        raise RequestError("the body is nested too deeply") from error
-    except json.JSONDecodeError as error:
-        reason = f"{error.msg[:1].lower()}{error.msg[1:]}".removesuffix(" at")
-        message = f"the body is not JSON: {reason} at character {error.pos}"
-        raise RequestError(message) from error
-    except ValueError as error:  # of int()
-        raise RequestError("the body has a number of too many digits") from error
+    """A JSON object, without the fields that are null. Raises RequestError for anything else."""
+    body = READER.read(data)
     if not isinstance(body, dict):
         raise RequestError("the body must be a JSON object")
-    if len(body) > MAX_FIELDS:
-        raise RequestError(f"the body has {len(body)} fields: {MAX_FIELDS} are the most")
     return {name: value for name, value in body.items() if value is not None}
-
-
-def check_num_containers(data: bytes) -> None:
-    """Raises RequestError for too many lists and objects, before they are created: a million of
-    them keeps the interpreter and its garbage collector busy for seconds.
-    """
-    if data.count(b"[") + data.count(b"{") <= MAX_CONTAINERS:
-        return
-    num_containers = start = 0
-    for text in JSON_TEXT.finditer(data):  # which may have brackets of its own
-        num_containers += count_containers(data, start, text.start())
-        start = text.end()
-        if num_containers > MAX_CONTAINERS:
-            break
-    if num_containers + count_containers(data, start, len(data)) > MAX_CONTAINERS:
-        raise RequestError(f"the body has more than {MAX_CONTAINERS} lists and objects")
-
-
-def count_containers(data: bytes, start: int, end: int) -> int:
-    return data.count(b"[", start, end) + data.count(b"{", start, end)
-
-
-def check_surrogates(body: Any) -> None:
-    """Raises UnicodeEncodeError if a text has half of a surrogate pair."""
-    values = [body]
-    while values:
-        value = values.pop()
-        if isinstance(value, str):
-            value.encode("utf-8")
-        elif isinstance(value, dict):
-            values += value
-            values += value.values()
-        elif isinstance(value, list):
-            values += value
-
-
-def parse_int(text: str) -> int:
-    return int(text)
-
-
-def refuse_constant(text: str) -> None:
-    raise RequestError(f"the body is not JSON: {text} is no number")
-
-
-def parse_finite(text: str) -> float:
-    number = float(text)
-    if not math.isfinite(number):
-        raise RequestError(f"the body has the number {shorten(text)}, which is too large")
-    return number
 
 
 def flag(body: Body, name: str, default: bool = False) -> bool:
