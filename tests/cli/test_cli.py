@@ -115,6 +115,10 @@ def test_explain(capsys):
         "acts",
     ):
         assert part in text
+    assert main(["config", "explain", "train_micro_batch_size"]) == 0
+    text = capsys.readouterr().out
+    assert "bounds   at least 1, or -1" in text
+    assert "needs    use_grpo=true" in text
     assert main(["config", "explain", "gcs_metrics"]) == 0
     assert "does not act here" in capsys.readouterr().out
     assert main(["config", "explain", "emb_dim"]) == 0

@@ -8,10 +8,12 @@ import pytest
 
 import maxtext.configs
 from maxtext.common.errors import ConfigError
-from maxtext.configs import ledger, sources
+from maxtext.configs import base_file, ledger, rules, sources
 from maxtext.configs.derive import Devices
 from maxtext.configs.load import base_values
-from maxtext.configs.types import DerivedValues, MaxTextConfig
+from maxtext.configs.rules.declared import need_of
+from maxtext.configs.types import DerivedValues, MaxTextConfig, Settings, declaration
+from maxtext.configs.types.key import Need
 from maxtext.models.configuration import load
 
 PACKAGE = Path(maxtext.configs.__file__).parents[1]
@@ -77,20 +79,30 @@ def derivation_inputs() -> set[str]:
     return found | {key for key in INPUTS_BY_PATTERN if key not in DerivedValues.model_fields}
 
 
-def test_every_listed_key_exists_and_is_listed_once():
-    assert set(ledger.inert_keys()) <= set(MaxTextConfig.model_fields) - set(
-        DerivedValues.model_fields
-    )
-    import yaml
+def test_base_yml_is_written_from_the_declarations():
+    """After a change of configs/types: python3 -m maxtext.configs.base_file."""
+    assert sources.BASE.read_text(encoding="utf-8") == base_file.base_text()
 
-    table = yaml.safe_load(
-        (Path(maxtext.configs.__file__).parent / "tables" / "ledger.yml").read_text()
-    )
-    listed = [
-        key for kind in ("not_yet", "never") for section in table[kind] for key in section["keys"]
-    ]
-    assert len(listed) == len(set(listed))
-    assert set(table["accepted_values"]) <= set(listed)
+
+def test_needs_are_conditions_of_settings():
+    """A misspelt key in one would show only when a user sets the key that needs it."""
+    defaults = base_values()
+    for key in Settings.model_fields:
+        for name in declaration(key).needs:
+            assert isinstance(name, Need) or name in Settings.model_fields
+            need = need_of(name)
+            assert need.requirement
+            need.condition(defaults)
+
+
+def test_defaults_are_within_their_bounds():
+    assert not rules.check_ranges(base_values())
+
+
+def test_only_keys_that_do_not_act_accept_other_values():
+    keys = Settings.model_fields
+    assert {key for key in keys if declaration(key).accepts is not None} <= set(ledger.inert_keys())
+    assert not set(ledger.inert_keys()) & set(DerivedValues.model_fields)
 
 
 @pytest.mark.parametrize(
@@ -202,9 +214,7 @@ def test_an_inert_key_may_be_set_to_its_default():
 
 
 def test_every_key_has_a_meaning():
-    missing = [
-        key for key in MaxTextConfig.model_fields if len(ledger.meanings().get(key, "")) < 20
-    ]
+    missing = [key for key in MaxTextConfig.model_fields if len(declaration(key).meaning) < 20]
     assert not missing
 
 

@@ -12,7 +12,7 @@ from maxtext.common.errors import ConfigError
 from maxtext.configs import fields, ledger, limits, sources
 from maxtext.configs.derive import Devices
 from maxtext.configs.load import base_values
-from maxtext.configs.types import DerivedValues
+from maxtext.configs.types import DerivedValues, declaration
 from maxtext.models.configuration import load
 
 ONE = Devices(1)
@@ -115,7 +115,10 @@ def test_jobset_name_is_checked():
     assert "run_name='../x'" in problems(environ={"JOBSET_NAME": "../x"})
 
 
-@pytest.mark.parametrize("key", sorted(limits.PATH_KEYS - {"base_config"}))
+PATH_KEYS = {key for key in fields.KEYS if declaration(key).is_path}
+
+
+@pytest.mark.parametrize("key", sorted(PATH_KEYS - {"base_config"}))
 def test_remote_paths_are_refused(key):
     wanted = problems(f"{key}=gs://bucket/folder")
     assert re.search(
@@ -130,7 +133,7 @@ def test_every_key_that_names_a_path_is_checked():
     urls = {"hf_path", "hf_data_dir", "hf_train_files", "hf_eval_files"}  # `datasets` opens them
     functions = {"formatting_func_path", "reward_functions_path"}  # checked when loaded
     patterns = {"lora_module_path"}  # over the paths of weights
-    assert acting - urls - functions - patterns <= limits.PATH_KEYS
+    assert acting - urls - functions - patterns <= PATH_KEYS
 
 
 @pytest.mark.parametrize(

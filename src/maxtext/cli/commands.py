@@ -273,7 +273,7 @@ multi_sampling=true  also several samples of one prompt
             "": Form(options=options.CONFIG),
             "explain": Form(
                 "KEY [FILE] [key=value ...]",
-                help="type, default, meaning, source, and whether the key acts",
+                help="meaning, type, bounds, needs, default, source, and whether the key acts",
             ),
             "status": Form("", help="which keys act, which do not, and why"),
         },

@@ -8,7 +8,8 @@ from maxtext.cli.arguments import Arguments
 from maxtext.common.errors import ConfigError
 from maxtext.configs import fields, ledger, serialize, sources
 from maxtext.configs.load import base_values
-from maxtext.configs.types import GROUPS, DerivedValues, MaxTextConfig, group_of
+from maxtext.configs.rules.declared import need_of
+from maxtext.configs.types import GROUPS, DerivedValues, MaxTextConfig, declaration, group_of
 
 
 def run(arguments: Arguments) -> int:
@@ -77,11 +78,15 @@ def explain(args: list[str]) -> int:
         raise ConfigError(f"unknown key {key!r}{sources.suggest(key, fields.KEYS)}")
     path, overrides = positionals.split(args[1:])
     config = load(path, overrides)
+    declared = declaration(key)
     default = base_values() if key not in DerivedValues.model_fields else None
     lines = {
         "group": group_of(key).__name__,
-        "meaning": ledger.meaning(key),
+        "meaning": declared.meaning,
         "type": fields.describe(key),
+        "bounds": declared.bounds,
+        "choices": ", ".join(declared.choices),
+        "needs": "; and ".join(need_of(need).requirement for need in declared.needs),
         "default": serialize.compact(getattr(default, key)) if default else "computed",
         "value": serialize.compact(getattr(config, key)),
         "source": str(config.source(key)),
@@ -89,7 +94,8 @@ def explain(args: list[str]) -> int:
     }
     print(key)
     for name, line in lines.items():
-        print(f"  {name:8} {line}")
+        if line or name in ("default", "value"):
+            print(f"  {name:8} {line}")
     return 0
 
 

@@ -24,7 +24,13 @@ from maxtext.configs import (
 )
 from maxtext.configs.problems import Problem, ProblemKind, raise_if_any
 from maxtext.configs.provenance import Layer, Setting, Source
-from maxtext.configs.types import Adapters, DerivedValues, MaxTextConfig, Settings
+from maxtext.configs.types import (
+    Adapters,
+    DerivedValues,
+    MaxTextConfig,
+    Settings,
+    declaration,
+)
 from maxtext.configs.types.architecture import Architecture
 from maxtext.configs.yaml_loader import YamlLoader
 
@@ -310,7 +316,7 @@ def check_computed_keys(settings: Layer, complete: MaxTextConfig) -> list[Proble
             key,
             ProblemKind.CONFLICT,
             f"{key}={settings[key].value!r} ({settings[key].source}) cannot be set, it is computed "
-            f"and comes to {getattr(complete, key)!r}: {ledger.meaning(key)}",
+            f"and comes to {getattr(complete, key)!r}: {declaration(key).meaning}",
         )
         for key in DerivedValues.model_fields
         if not fields.is_none(settings[key].value)

@@ -15,7 +15,7 @@ from typing import Any
 from maxtext.common.errors import ConfigError
 from maxtext.common.files import read_json_object
 from maxtext.configs.types import MaxTextConfig
-from maxtext.configs.types.rl import SpecialTokens
+from maxtext.configs.types.rl_scoring import SpecialTokens
 from maxtext.input_pipeline.formats import Record, UnusableRecord
 from maxtext.input_pipeline.formatting import call_user_function, load_function
 from maxtext.input_pipeline.interface import Split

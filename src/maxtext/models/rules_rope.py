@@ -1,6 +1,6 @@
 """Rules of the position embedding keys that need the layers."""
 
-from maxtext.configs.rules.positions import rope_is_scaled
+from maxtext.configs.types.needs import rope_is_scaled
 from maxtext.models.capabilities import Capabilities
 from maxtext.models.rule import inert_unless, inert_unless_layers_depend, layer_rule
 

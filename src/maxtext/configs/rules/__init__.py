@@ -5,6 +5,7 @@ from maxtext.configs.rules import (
     attention,
     checkpointing,
     data,
+    declared,
     diagnostics,
     distillation,
     fine_tuning,

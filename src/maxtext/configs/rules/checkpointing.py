@@ -1,44 +1,7 @@
 """Rules of the checkpointing keys."""
 
-from maxtext.configs.rules.rule import in_range, inert_unless, rule
+from maxtext.configs.rules.rule import rule
 from maxtext.configs.types import Settings
-
-in_range(1, None, "checkpoint_period", "max_num_checkpoints_to_keep")
-in_range(
-    1, None, "checkpoint_storage_target_data_file_size_bytes", "checkpoint_storage_concurrent_gb"
-)
-inert_unless(
-    lambda s: s.load_parameters_path or s.load_full_state_path,
-    "a checkpoint to read: set load_parameters_path or load_full_state_path",
-    "source_checkpoint_layout",
-)
-inert_unless(lambda s: s.load_parameters_path, "load_parameters_path", "checkpoint_conversion_fn")
-inert_unless(
-    lambda s: s.max_num_checkpoints_to_keep,
-    "max_num_checkpoints_to_keep: without it nothing is deleted",
-    "checkpoint_todelete_subdir",
-    "checkpoint_todelete_full_path",
-)
-inert_unless(
-    lambda s: s.checkpoint_storage_use_zarr3,
-    "checkpoint_storage_use_zarr3=true",
-    "checkpoint_storage_target_data_file_size_bytes",
-)
-inert_unless(
-    lambda s: s.enable_emergency_checkpoint or s.enable_multi_tier_checkpointing,
-    "enable_emergency_checkpoint=true or enable_multi_tier_checkpointing=true",
-    "local_checkpoint_directory",
-    "local_checkpoint_period",
-)
-in_range(0, None, "elastic_timeout_seconds", "elastic_max_retries")
-in_range(1, None, "elastic_min_slice_count", special=(-1,))
-inert_unless(
-    lambda s: s.elastic_enabled,
-    "elastic_enabled=true",
-    "elastic_timeout_seconds",
-    "elastic_max_retries",
-    "elastic_min_slice_count",
-)
 
 
 @rule("load_parameters_path")

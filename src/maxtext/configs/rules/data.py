@@ -1,51 +1,14 @@
 """Rules of the data, tokenizer and batch size keys."""
 
-from maxtext.configs.rules.rule import derived_rule, in_range, inert_unless, one_of, rule
+from maxtext.configs.rules.rule import derived_rule, inert_unless, rule
 from maxtext.configs.sources import is_preset
 from maxtext.configs.types import MaxTextConfig, Settings
 from maxtext.configs.types.enums import DatasetType
 
-one_of("grain_file_type", "arrayrecord", "parquet", "arrow", "tfrecord", "jsonl", "text")
-in_range(
-    1,
-    None,
-    "vocab_size",
-    "num_vocab_tiling",
-    "num_epoch",
-    "max_corpus_chars",
-    "global_rampup_samples",
-)
-in_range(1, None, "max_segments_per_seq", "data_streams", special=(-1,))
-in_range(0, None, "per_device_batch_size", "eval_per_device_batch_size", "reuse_example_batch")
-in_range(0, None, "per_device_batch_size_start", "per_device_batch_size_increment")
-in_range(0, None, "expansion_factor_real_data", special=(-1.0,))
-in_range(
-    1, None, "grain_shuffle_buffer_size", "grain_ram_budget_mb", "grain_data_source_max_workers"
-)
-in_range(0, None, "grain_worker_count", "grain_worker_count_eval", special=(-1,))
-in_range(1, None, "grain_per_worker_buffer_size", "grain_per_worker_buffer_size_eval")
-in_range(0, None, "grain_num_threads", "grain_num_threads_eval", "grain_prefetch_buffer_size")
-in_range(0, None, "grain_prefetch_buffer_size_eval")
-in_range(0, None, "max_bad_records", special=(-1,))
-inert_unless(
-    lambda s: s.dataset_type not in (DatasetType.C4MLPERF, DatasetType.OLMO_GRAIN),
-    "a dataset_type other than c4_mlperf and olmo_grain, which pack rows in their own way",
-    "grain_packing_type",
-    "max_segments_per_seq",
-    "use_truncation",
-)
 inert_unless(
     lambda s: s.packing or is_preset(s.source("grain_packing_type")),
     "packing=true",
     "grain_packing_type",
-)
-inert_unless(
-    lambda s: s.dataset_type is not DatasetType.OLMO_GRAIN,
-    "a dataset_type other than olmo_grain, whose data is already tokenized",
-    "packing",
-    "add_bos",
-    "add_eos",
-    "max_bad_records",
 )
 
 

@@ -3,80 +3,11 @@
 import re
 from collections.abc import Iterable
 
-from maxtext.configs.rules.rule import in_range, inert_unless, rule
+from maxtext.configs.rules.rule import rule
 from maxtext.configs.types import Settings
+from maxtext.configs.types.needs import distills, samples_completions
 
 SCHEDULED = ("alpha", "temperature", "beta")
-
-in_range(0, 1, "distill_alpha", "distill_alpha_end")
-in_range(0, None, "distill_beta", "distill_beta_end")
-in_range(0, 1, "gkd_lambda", "gkd_beta")
-
-
-def distills(settings: Settings) -> bool:
-    """Whether the model learns from a teacher."""
-    return bool(settings.teacher_overrides or settings.offline_data_dir)
-
-
-def samples_completions(settings: Settings) -> bool:
-    """Whether training samples completions, from the student or from its teacher."""
-    return settings.use_gkd and (settings.gkd_lambda > 0 or settings.gkd_seq_kd)
-
-
-inert_unless(
-    distills,
-    "a teacher: set teacher_overrides",
-    "student_overrides",
-    "distill_alpha",
-    "distill_alpha_end",
-    "distill_alpha_schedule",
-    "distill_temperature",
-    "distill_temperature_end",
-    "distill_temperature_schedule",
-)
-inert_unless(
-    lambda s: s.teacher_overrides,
-    "a teacher that runs: set teacher_overrides",
-    "distill_beta",
-    "distill_beta_end",
-    "distill_beta_schedule",
-    "distill_weights_copy_map",
-    "distill_student_weights_share_map",
-    "learn_to_init_mode",
-)
-inert_unless(
-    lambda s: s.learn_to_init_mode, "learn_to_init_mode=true", "lti_use_general_linear_map"
-)
-inert_unless(
-    lambda s: not s.use_gkd,
-    "use_gkd=false, since the divergence is the only loss of GKD",
-    "distill_alpha",
-    "distill_alpha_end",
-    "distill_alpha_schedule",
-    "distill_beta",
-    "distill_beta_end",
-    "distill_beta_schedule",
-)
-inert_unless(lambda s: s.teacher_overrides, "a teacher that runs: set teacher_overrides", "use_gkd")
-inert_unless(lambda s: s.use_gkd, "use_gkd=true", "gkd_lambda", "gkd_beta", "gkd_seq_kd")
-inert_unless(samples_completions, "use_gkd=true and gkd_lambda above 0", "gkd_max_new_tokens")
-inert_unless(
-    lambda s: not distills(s),
-    "training without a teacher: distillation has no loss of the MTP layers",
-    "mtp_num_layers",
-    "mtp_loss_scaling_factor",
-)
-inert_unless(
-    lambda s: s.distill_beta > 0,
-    "distill_beta above 0",
-    "distill_feature_loss_type",
-    "distill_layer_indices",
-)
-inert_unless(
-    lambda s: s.use_sft or s.use_dpo or distills(s),
-    "use_sft, use_dpo or a teacher (trainable_parameters_mask acts in every training)",
-    "student_params_to_update",
-)
 
 
 @rule("teacher_overrides")

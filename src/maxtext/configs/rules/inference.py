@@ -1,33 +1,7 @@
 """Rules of the inference keys."""
 
-from maxtext.configs.rules.rule import in_range, inert_unless, one_of, rule
+from maxtext.configs.rules.rule import rule
 from maxtext.configs.types import Settings
-
-in_range(1, None, "max_target_length", "max_prefill_predict_length", "prefill_chunk_size")
-in_range(1, None, "inference_microbenchmark_loop_iters")
-in_range(0, None, "decode_sampling_top_k", "decode_sampling_temperature", "prefix_caching_hbm_byte")
-in_range(0, None, "prefix_caching_dram_byte")
-in_range(1, None, "max_adapters")
-in_range(0, 1, "decode_sampling_nucleus_p", special=(-1.0,))
-one_of("model_call_mode", "", "inference")
-
-inert_unless(lambda s: s.use_chunked_prefill, "use_chunked_prefill=true", "prefill_chunk_size")
-inert_unless(
-    lambda s: s.multi_sampling, "multi_sampling=true", "inference_microbenchmark_num_samples"
-)
-inert_unless(
-    lambda s: s.enable_prefix_caching,
-    "enable_prefix_caching=true",
-    "prefix_caching_hbm_byte",
-    "prefix_caching_dram_byte",
-)
-inert_unless(lambda s: s.attention == "paged", "attention=paged", "pagedattn_num_pages")
-inert_unless(
-    lambda s: s.attention == "paged" or s.enable_prefix_caching,
-    "attention=paged or enable_prefix_caching=true",
-    "pagedattn_tokens_per_page",
-    "pagedattn_max_pages_per_group",
-)
 
 
 @rule("max_prefill_predict_length")

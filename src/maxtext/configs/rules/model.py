@@ -1,58 +1,9 @@
 """Rules of the model keys."""
 
-from maxtext.configs.rules.attention import saves_custom_tensors
-from maxtext.configs.rules.rule import in_range, inert_unless, one_of, rule
+from maxtext.configs.rules.rule import rule
 from maxtext.configs.types import Settings
 
-in_range(
-    1,
-    None,
-    "base_emb_dim",
-    "base_num_query_heads",
-    "base_num_kv_heads",
-    "base_mlp_dim",
-    "base_num_decoder_layers",
-)
-in_range(1, None, "head_dim")
-in_range(1, None, "attention_output_dim", special=(-1,))
-in_range(0, None, "normalization_layer_epsilon", "dense_init_scale", "z_loss_multiplier")
-in_range(1, None, "weight_sparsity_n", "weight_sparsity_m", "weight_sparsity_update_step")
-in_range(2, None, "engram_max_ngram_size")
-in_range(1, None, "engram_num_heads", "engram_head_dim", "engram_kernel_size")
-in_range(0, None, "engram_seed", "global_head_dim")
-one_of("dtype_mm", "float32", "bfloat16", "float16")
-
-
-inert_unless(
-    lambda s: s.logits_via_embedding, "logits_via_embedding=true", "normalize_embedding_logits"
-)
-inert_unless(
-    lambda s: s.mtp_num_layers > 0,
-    "mtp_num_layers",
-    "mtp_loss_scaling_factor",
-    "mtp_eval_target_module",
-)
-inert_unless(lambda s: s.eval_interval > 0, "eval_interval", "mtp_eval_target_module")
-inert_unless(
-    lambda s: s.mhc_expansion_rate > 1, "mhc_expansion_rate above 1", "sinkhorn_iterations"
-)
-inert_unless(
-    lambda s: bool(s.engram_layers),
-    "engram_layers",
-    "engram_num_heads",
-    "engram_head_dim",
-    "engram_vocab_bases",
-    "engram_max_ngram_size",
-    "engram_kernel_size",
-    "engram_seed",
-)
-
 # remat_policy=custom can save only tensors that the model has.
-inert_unless(
-    lambda s: saves_custom_tensors(s) and bool(s.engram_layers),
-    "remat_policy=custom and engram_layers",
-    "engram",
-)
 
 
 @rule("base_num_query_heads")
@@ -135,18 +86,6 @@ def fp8_full_needs_an_output_head(settings: Settings) -> str | None:
             "leaves none: use fp8"
         )
     return None
-
-
-inert_unless(
-    lambda s: s.quantization and s.quantization.value in ("int8", "int4"),
-    "quantization=int8 or int4",
-    "save_quantized_params_path",
-)
-
-
-inert_unless(
-    lambda s: s.quantize_kvcache, "quantize_kvcache=true", "kv_quant_axis", "kv_quant_dtype"
-)
 
 
 @rule("kv_quant_axis")

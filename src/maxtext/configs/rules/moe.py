@@ -3,46 +3,8 @@
 import math
 
 from maxtext.configs.problems import ProblemKind
-from maxtext.configs.rules.rule import derived_rule, in_range, inert_unless, one_of, rule
+from maxtext.configs.rules.rule import derived_rule, rule
 from maxtext.configs.types import MaxTextConfig, Settings
-
-one_of("routed_score_func", "", "softmax", "sigmoid")
-in_range(1, None, "base_moe_mlp_dim", "moe_expert_input_dim", special=(-1,))
-in_range(1, None, "interleave_moe_layer_step", "batch_split_factor")
-in_range(1, None, "n_routing_groups", "topk_routing_group", special=(-1,))
-in_range(0, None, "routed_bias_update_rate")
-in_range(
-    1,
-    None,
-    "wi_tile_fwd_batch_seq",
-    "wi_tile_fwd_embed_dim",
-    "wi_tile_fwd_mlp_dim",
-    "wi_tile_dlhs_batch_seq",
-    "wi_tile_dlhs_embed_dim",
-    "wi_tile_dlhs_mlp_dim",
-    "wi_tile_drhs_batch_seq",
-    "wi_tile_drhs_embed_dim",
-    "wi_tile_drhs_mlp_dim",
-    "wo_tile_fwd_batch_seq",
-    "wo_tile_fwd_embed_dim",
-    "wo_tile_fwd_mlp_dim",
-    "wo_tile_dlhs_batch_seq",
-    "wo_tile_dlhs_embed_dim",
-    "wo_tile_dlhs_mlp_dim",
-    "wo_tile_drhs_batch_seq",
-    "wo_tile_drhs_embed_dim",
-    "wo_tile_drhs_mlp_dim",
-)
-
-inert_unless(
-    lambda s: s.sparse_matmul,
-    "sparse_matmul=true",
-    "ragged_buffer_factor",
-    "use_custom_sort_vjp",
-    "megablox",
-    "use_ring_of_experts",
-    "moe_fsdp_use_two_stage_all_gather",
-)
 
 
 @rule("num_experts_per_tok")

@@ -1,20 +1,7 @@
 """Rules of the vision and audio keys."""
 
-from maxtext.configs.rules.rule import in_range, rule
+from maxtext.configs.rules.rule import rule
 from maxtext.configs.types import Settings
-
-in_range(1, None, "hidden_size_for_vit", "intermediate_size_for_vit", "num_attention_heads_for_vit")
-in_range(
-    1,
-    None,
-    "patch_size_for_vit",
-    "num_channels_for_vit",
-    "d_model_for_audio",
-    "encoder_attention_heads_for_audio",
-)
-in_range(
-    0, 1, "projector_dropout_for_vit", "attention_dropout_for_audio", "activation_dropout_for_audio"
-)
 
 
 @rule("hidden_size_for_vit")

@@ -4,67 +4,9 @@ import re
 
 from maxtext.configs.mesh_sizes import size_key
 from maxtext.configs.problems import ProblemKind
-from maxtext.configs.rules.rule import derived_rule, in_range, inert_unless, one_of, rule
+from maxtext.configs.rules.rule import derived_rule, rule
 from maxtext.configs.types import MaxTextConfig, Settings
 from maxtext.configs.types.enums import ReorderStrategy, ShardMode
-
-one_of("context_parallel_strategy", "all_gather", "ring", "ulysses")
-one_of("context_sharding", "context", "expert")
-one_of(
-    "remat_policy",
-    "",
-    "none",
-    "full",
-    "minimal",
-    "minimal_with_context",
-    "minimal_flash",
-    "minimal_offloaded",
-    "save_dot_except_mlp",
-    "save_dot_except_mlpwi",
-    "save_dot_with_context_except_mlp",
-    "save_out_proj",
-    "save_qkv_proj",
-    "qkv_proj_offloaded",
-    "custom",
-)
-one_of("remat_policy_for_vit", "", "none", "full", "minimal")
-in_range(0, 1, "sharding_tolerance")
-in_range(1, None, "num_slices", special=(-1,))
-in_range(
-    1,
-    None,
-    "inhomogeneous_layer_cycle_interval",
-    "num_layers_per_pipeline_stage",
-    "diloco_sync_period",
-)
-in_range(0, None, "param_scan_axis")
-in_range(0, None, "diloco_outer_lr", "diloco_outer_momentum")
-in_range(1, None, "num_pipeline_repeats", "num_pipeline_microbatches", special=(-1,))
-in_range(0, None, "pipeline_parallel_layers", special=(-1,))
-
-inert_unless(
-    lambda s: s.remat_policy == "custom",
-    "remat_policy=custom",
-    "decoder_layer_input",
-    "context",
-    "mlpwi",
-    "mlpwi_0",
-    "mlpwi_1",
-    "mlpwo",
-    "query_proj",
-    "key_proj",
-    "value_proj",
-    "qkv_proj",
-    "out_proj",
-    "attention_out",
-)
-
-
-inert_unless(
-    lambda s: s.shard_mode is ShardMode.EXPLICIT,
-    "shard_mode=explicit",
-    "remove_size_one_mesh_axis_from_type",
-)
 
 
 @rule("shard_mode")

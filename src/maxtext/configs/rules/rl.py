@@ -1,131 +1,9 @@
 """Rules of the reinforcement learning keys."""
 
 from maxtext.configs.eval_sampling import sampling_problem
-from maxtext.configs.rules.rule import derived_rule, in_range, inert_unless, rule
+from maxtext.configs.rules.rule import derived_rule, inert_unless, rule
 from maxtext.configs.types import MaxTextConfig, Settings
 from maxtext.configs.types.enums import DatasetType
-from maxtext.configs.types.rl import PolicyOptimization, RLHardware
-
-in_range(
-    0,
-    1,
-    "trainer_devices_fraction",
-    "sampler_devices_fraction",
-    "hbm_utilization_vllm",
-    "train_fraction",
-)
-in_range(
-    1,
-    None,
-    "num_generations",
-    "num_iterations",
-    "batch_size",
-    "num_batches",
-    "max_concurrency",
-    "max_turns",
-)
-in_range(
-    0,
-    None,
-    "grpo_beta",
-    "grpo_epsilon",
-    "epsilon_high",
-    "off_policy_steps",
-    "sampler_trainer_tolerance",
-    "kv_cache_buffer",
-)
-in_range(1, None, "max_num_seqs", "max_num_batched_tokens", "sampler_correction_cap")
-in_range(
-    1,
-    None,
-    "train_micro_batch_size",
-    "rollout_micro_batch_size",
-    "eval_batch_size",
-    special=(-1,),
-)
-in_range(0, None, "num_test_batches", special=(-1,))
-in_range(0, None, "test_batch_start_index")
-in_range(1, None, "num_eval_passes", "math_verify_timeout", "math_verify_num_procs")
-
-
-inert_unless(
-    lambda s: s.use_grpo,
-    "use_grpo=true",
-    "rl",
-    "num_generations",
-    "num_iterations",
-    "grpo_beta",
-    "grpo_epsilon",
-    "epsilon_high",
-    "loss_algo",
-    "degenerate_group_masking",
-    "use_agentic_rollout",
-    *(key for key in RLHardware.model_fields if key != "use_pathways"),
-    "batch_size",
-    "num_batches",
-    "num_test_batches",
-    "train_fraction",
-    "train_micro_batch_size",
-    "rollout_micro_batch_size",
-    "reward_exact_answer",
-    "reward_exact_format_match",
-    "reward_white_space_format_match",
-    "reward_partial_format_match",
-    "reward_ratio_guess_to_answer_high",
-    "reward_ratio_guess_to_answer_low",
-    "penalty_incorrect_format",
-    "penalty_incorrect_answer",
-    "math_verify_timeout",
-    "math_verify_num_procs",
-    "reasoning_start_token",
-    "reasoning_end_token",
-    "solution_start_token",
-    "solution_end_token",
-    *PolicyOptimization.model_fields,
-    "kv_cache_buffer",
-    "hbm_utilization_vllm",
-    "max_num_batched_tokens",
-    "max_num_seqs",
-    "stop_strings",
-    "enable_tunix_perf_metrics",
-)
-inert_unless(
-    lambda s: s.grpo_beta > 0,
-    "grpo_beta above 0: there is no KL otherwise",
-    "kl_estimator",
-    "kl_correction",
-)
-inert_unless(
-    lambda s: s.sampler_correction != "none", "sampler_correction", "sampler_correction_cap"
-)
-inert_unless(
-    lambda s: s.reward_functions_path != "",
-    "reward_functions_path",
-    "reward_functions",
-)
-inert_unless(
-    lambda s: not s.use_grpo,
-    "a loss of next tokens: that of use_grpo has advantages",
-    "z_loss_multiplier",
-    "mtp_num_layers",
-    "mtp_loss_scaling_factor",
-    "mtp_eval_target_module",
-)
-inert_unless(
-    lambda s: not s.use_grpo,
-    "rows of data: a step of use_grpo has batch_size prompts",
-    "enable_rampup_batch_size",
-)
-
-
-inert_unless(
-    lambda s: s.use_agentic_rollout,
-    "use_agentic_rollout=true",
-    "max_concurrency",
-    "max_turns",
-    "off_policy_steps",
-    "system_prompt",
-)
 
 
 @rule("off_policy_steps")
@@ -216,29 +94,6 @@ def prompts_leave_room_for_a_completion(settings: Settings) -> str | None:
             f"{settings.max_target_length} for a completion: lower it"
         )
     return None
-
-
-inert_unless(
-    lambda s: s.use_grpo and s.num_test_batches,
-    "use_grpo=true and num_test_batches",
-    "test_batch_start_index",
-    "eval_sampling_strategy",
-    "generation_configs",
-    "num_eval_passes",
-    "eval_make_lst",
-    "eval_mode",
-    "eval_batch_size",
-)
-inert_unless(lambda s: s.eval_make_lst, "eval_make_lst=true", "eval_corr_lst")
-inert_unless(
-    lambda s: not s.use_grpo,
-    "a loss of evaluation data: use_grpo samples responses instead",
-    "eval_steps",
-    "target_eval_loss",
-    "custom_mesh_and_rule_for_eval",
-    "logical_axis_rules_for_eval",
-    "eval_per_device_batch_size",
-)
 
 
 @rule("eval_interval")
@@ -340,18 +195,6 @@ def completions_do_not_depend_on_each_other(settings: Settings) -> str | None:
             "completion would depend on the others of its batch: set -1"
         )
     return None
-
-
-in_range(1, None, "chips_per_vm", "rollout_expert_parallelism", "reshard_chunk_size")
-in_range(
-    1,
-    None,
-    "num_trainer_slices",
-    "num_samplers_slices",
-    "rollout_data_parallelism",
-    "rollout_tensor_parallelism",
-    special=(-1,),
-)
 
 
 def copies_weights(settings: Settings) -> bool:

@@ -1,11 +1,7 @@
 """Rules of the run, compilation and debugging keys."""
 
-from maxtext.configs.rules.rule import in_range, inert_unless, rule
+from maxtext.configs.rules.rule import rule
 from maxtext.configs.types import Settings
-
-in_range(1, None, "jax_distributed_initialization_timeout")
-in_range(1, None, "compile_topology_num_slices", special=(-1,))
-inert_unless(lambda s: s.compile_topology, "compile_topology", "compile_topology_num_slices")
 
 
 @rule("compile_topology_num_slices")

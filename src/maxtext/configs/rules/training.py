@@ -2,28 +2,8 @@
 
 import re
 
-from maxtext.configs.rules.rule import in_range, inert_unless, rule
+from maxtext.configs.rules.rule import rule
 from maxtext.configs.types import Settings
-
-in_range(1, None, "steps", "log_period", "skip_step_scaling_factor")
-in_range(1, None, "eval_interval", "eval_steps", "learning_rate_schedule_steps", special=(-1,))
-in_range(0, 1, "learning_rate_final_fraction", "warmup_steps_fraction", "wsd_decay_steps_fraction")
-in_range(0, 1, "adam_b1", "adam_b2", "muon_beta")
-in_range(0, None, "adam_eps", "adam_eps_root", "adam_weight_decay", "muon_weight_decay")
-in_range(0, None, "target_eval_loss", "data_shuffle_seed", "init_weights_seed")
-in_range(0, 0.99, "dropout_rate")
-
-in_range(1, None, "max_inflight_computations")
-in_range(0, None, "eval_start_step")
-inert_unless(
-    lambda s: s.eval_interval > 0,
-    "eval_interval",
-    "eval_steps",
-    "eval_start_step",
-    "target_eval_loss",
-    "custom_mesh_and_rule_for_eval",
-    "logical_axis_rules_for_eval",
-)
 
 
 @rule("eval_start_step")

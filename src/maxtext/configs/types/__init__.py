@@ -17,12 +17,15 @@ from maxtext.configs.types.diagnostics import *
 from maxtext.configs.types.enums import *
 from maxtext.configs.types.group import Group
 from maxtext.configs.types.inference import *
+from maxtext.configs.types.key import Declaration, declaration_of
 from maxtext.configs.types.later import *
 from maxtext.configs.types.model import *
 from maxtext.configs.types.moe import *
 from maxtext.configs.types.multimodal import *
 from maxtext.configs.types.parallelism import *
+from maxtext.configs.types.remat import *
 from maxtext.configs.types.rl import *
+from maxtext.configs.types.rl_scoring import *
 from maxtext.configs.types.run import *
 from maxtext.configs.types.training import *
 
@@ -175,3 +178,8 @@ class MaxTextConfig(Settings):
 
 def group_of(key: str) -> type[Group]:
     return next(group for group in GROUPS if key in group.model_fields)
+
+
+def declaration(key: str) -> Declaration:
+    """How a key is declared in its group."""
+    return declaration_of(Settings.model_fields[key])

@@ -1,69 +1,207 @@
 """Decoding, its layouts, server and benchmarks."""
 
+from maxtext.configs.types import inert
 from maxtext.configs.types.enums import SamplingStrategy
 from maxtext.configs.types.group import Group
+from maxtext.configs.types.key import INT64_MAX, key
 
 
 class InferenceGeneral(Group):
     """Sequence lengths, prompt and prefill behaviour when a model generates text."""
 
-    max_target_length: int = 2048
-    max_prefill_predict_length: int = 64
-    prompt: str = "I love to"
-    load_from_prefill_dir: bool = False
-    prefill_cache_dir: str = ""
-    autoregressive_decode_assert: str = ""
-    model_call_mode: str = ""
-    use_chunked_prefill: bool = False
-    prefill_chunk_size: int = 256
-    enable_model_warmup: bool = False
-    enable_llm_inference_pool: bool = False
-    multi_sampling: bool = False
-    return_log_prob: bool = False
+    max_target_length: int = key(
+        2048,
+        "Longest sequence in tokens: the training row length, and in decoding the prompt plus"
+        " the generated text",
+        low=1,
+    )
+    max_prefill_predict_length: int = key(
+        64, "Tokens reserved for the prompt; the rest of max_target_length can be generated", low=1
+    )
+    prompt: str = key(
+        "I love to",
+        "Text that decode continues; when set for training, the trained model continues it at"
+        " the end",
+    )
+    load_from_prefill_dir: bool = key(
+        False,
+        "Skip prefill in decode and read a previously saved KV cache from prefill_cache_dir",
+        status=inert.JETSTREAM,
+    )
+    prefill_cache_dir: str = key(
+        "",
+        "Folder where a prompt's KV cache is saved or read back; empty = prefill caches are "
+        "not stored",
+        status=inert.JETSTREAM,
+    )
+    autoregressive_decode_assert: str = key(
+        "", "Text that decode must produce, else it fails; a check for tests. Empty = no check"
+    )
+    model_call_mode: str = key(
+        "",
+        "'inference' skips training-only work such as MoE balance losses from the forward "
+        "pass; empty = normal",
+        choices=("", "inference"),
+        status=inert.ONE_CACHE_LAYOUT,
+    )
+    use_chunked_prefill: bool = key(
+        False,
+        "Prefill long prompts in chunks of prefill_chunk_size tokens, to bound memory and "
+        "what other requests wait for. Unless set, true for a model that is loaded to "
+        "generate, where the device decides the size",
+    )
+    prefill_chunk_size: int = key(
+        256, "Tokens per chunk when use_chunked_prefill=true", low=1, needs="use_chunked_prefill"
+    )
+    enable_model_warmup: bool = key(
+        False,
+        "Compile every prefill length and the generate step before the server accepts requests",
+    )
+    enable_llm_inference_pool: bool = key(
+        False,
+        "Also expose the endpoints a Google llm_inference_gateway needs to put this server in"
+        " its pool",
+        status=inert.JETSTREAM,
+    )
+    multi_sampling: bool = key(
+        False, "Draw several completions from one prefill of the same prompt instead of only one"
+    )
+    return_log_prob: bool = key(
+        False, "Return the log probability of each generated token together with its id"
+    )
 
 
 class Decoding(Group):
     """How the next token is chosen from the logits."""
 
-    decode_sampling_strategy: SamplingStrategy = SamplingStrategy.GREEDY
-    decode_sampling_nucleus_p: int | float = -1.0
-    decode_sampling_top_k: int = 0
-    decode_sampling_temperature: float = 1.0
+    decode_sampling_strategy: SamplingStrategy = key(
+        SamplingStrategy.GREEDY,
+        "How the next token is picked: greedy, weighted, nucleus, topk, or composite "
+        "(temperature, then top-k, then nucleus)",
+    )
+    decode_sampling_nucleus_p: int | float = key(
+        -1.0,
+        "Keep the smallest token set whose probability reaches p in (0, 1]; for nucleus and "
+        "composite. -1 = not set",
+        low=0,
+        high=1,
+        special=(-1.0,),
+    )
+    decode_sampling_top_k: int = key(
+        0, "Keep only the k most likely tokens; for topk and composite. 0 = not set", low=0
+    )
+    decode_sampling_temperature: float = key(
+        1.0,
+        "Divides the logits before sampling: below 1 sharpens, above 1 flattens; greedy ignores it",
+        low=0,
+    )
 
 
 class InferenceLayout(Group):
     """Axis orders in which the KV cache is stored and attended."""
 
-    stack_prefill_result_cache: bool = False
-    prefill_cache_axis_order: str = "1,2,0,3"
-    ar_cache_axis_order: str = "1,2,0,3"
-    compute_axis_order: str = "0,1,2,3"
-    reshape_q: bool = False
+    stack_prefill_result_cache: bool = key(
+        False,
+        "Stack the per-layer prefill caches into one array, which moves fewer buffers; for "
+        "scan_layers=false",
+        status=inert.ONE_CACHE_LAYOUT,
+    )
+    prefill_cache_axis_order: str = key(
+        "1,2,0,3",
+        "Storage order of the prefill KV cache: a permutation of 0=batch, 1=sequence, "
+        "2=heads, 3=head_dim",
+        status=inert.ONE_CACHE_LAYOUT,
+    )
+    ar_cache_axis_order: str = key(
+        "1,2,0,3",
+        "Storage order of the generate-time KV cache: a permutation of 0=batch, 1=sequence, "
+        "2=heads, 3=head_dim",
+        status=inert.ONE_CACHE_LAYOUT,
+    )
+    compute_axis_order: str = key(
+        "0,1,2,3",
+        "Axis order in which cached attention is computed: '0,1,2,3' (batch, length, heads, "
+        "dim) or '0,2,1,3'",
+        status=inert.ONE_CACHE_LAYOUT,
+    )
+    reshape_q: bool = key(
+        False,
+        "Reshape the decode query into its KV groups before the product with the cache; a "
+        "speed choice",
+        status=inert.ONE_CACHE_LAYOUT,
+    )
 
 
 class InferenceServer(Group):
     """Which serving program runs, and on which hardware slices."""
 
-    inference_server: str = "MaxtextInterleavedServer"
-    prefill_slice: str = "v5e-16"
-    generate_slice: str = "v5e-16"
+    inference_server: str = key(
+        "MaxtextInterleavedServer",
+        "Which server runs: MaxtextInterleavedServer (prefill and generate share devices) or "
+        "a disaggregated one",
+        status=inert.JETSTREAM,
+    )
+    prefill_slice: str = key(
+        "v5e-16",
+        "TPU slice that does prefill in disaggregated serving, named like v5e-16",
+        status=inert.JETSTREAM,
+    )
+    generate_slice: str = key(
+        "v5e-16",
+        "TPU slice that does token generation in disaggregated serving, named like v5e-16",
+        status=inert.JETSTREAM,
+    )
 
 
 class InferenceBenchmark(Group):
     """What the prefill and generate speed benchmark measures and records."""
 
-    inference_microbenchmark_prefill_lengths: str = "64,128,256,512,1024"
-    inference_microbenchmark_stages: str = "prefill,generate"
-    inference_microbenchmark_loop_iters: int = 10
-    inference_microbenchmark_log_file_path: str = ""
-    inference_microbenchmark_num_samples: list[int] = [1, 2, 3, 4, 5]
-    inference_metadata_file: str = ""
-    inference_benchmark_test: bool = False
+    inference_microbenchmark_prefill_lengths: str = key(
+        "64,128,256,512,1024", "Prompt lengths in tokens to time, separated by commas"
+    )
+    inference_microbenchmark_stages: str = key(
+        "prefill,generate", "Which phases to time, separated by commas: prefill, generate"
+    )
+    inference_microbenchmark_loop_iters: int = key(
+        10, "Timed repetitions of each benchmark case; more gives steadier averages", low=1
+    )
+    inference_microbenchmark_log_file_path: str = key(
+        "", "JSON file that receives the benchmark results; empty = print only", is_path=True
+    )
+    inference_microbenchmark_num_samples: list[int] = key(
+        [1, 2, 3, 4, 5],
+        "Completions per prompt to time, one case for each number; used with multi_sampling",
+        needs="multi_sampling",
+    )
+    inference_metadata_file: str = key(
+        "",
+        "JSON file of extra labels copied into the benchmark results; empty = none",
+        status=inert.JETSTREAM,
+    )
+    inference_benchmark_test: bool = key(
+        False,
+        "Marks the run as a short benchmark self-test rather than a measurement to keep",
+        status=inert.JETSTREAM,
+    )
 
 
 class PrefixCaching(Group):
     """Memory for reusing the KV cache of shared prompt prefixes."""
 
-    enable_prefix_caching: bool = False
-    prefix_caching_hbm_byte: int = 10000000000
-    prefix_caching_dram_byte: int = 100000000000
+    enable_prefix_caching: bool = key(
+        False, "Reuse the KV cache of prompt prefixes that earlier requests computed"
+    )
+    prefix_caching_hbm_byte: int = key(
+        10000000000,
+        "Bytes of device memory that cached prefixes may use (enable_prefix_caching)",
+        low=0,
+        limit=INT64_MAX,
+        needs="enable_prefix_caching",
+    )
+    prefix_caching_dram_byte: int = key(
+        100000000000,
+        "Bytes of host memory for prefixes evicted from device memory (enable_prefix_caching)",
+        low=0,
+        limit=INT64_MAX,
+        needs="enable_prefix_caching",
+    )

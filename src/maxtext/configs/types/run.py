@@ -5,14 +5,26 @@ from typing import Literal
 
 from pydantic import field_validator
 
+from maxtext.configs.types import inert
 from maxtext.configs.types.group import Group
+from maxtext.configs.types.key import key
 
 
 class RunInfo(Group):
     """What this run is called, which model it uses, where output goes."""
 
-    base_config: None | str = None
-    run_name: str = ""
+    base_config: None | str = key(
+        None,
+        "YAML file that this one inherits from, relative to this file or to the package; "
+        "none: base.yml",
+        is_path=True,
+    )
+    run_name: str = key(
+        "",
+        "Name of the run and its output folder; reuse it to resume; empty: $JOBSET_NAME, else"
+        " the time after the name of the model or of the folder in load_parameters_path",
+        is_path=True,
+    )
     model_name: Literal[
         "default",
         "llama2-7b",
@@ -94,40 +106,114 @@ class RunInfo(Group):
         "olmo2-32b",
         "command-r-35b",
         "command-r7b",
-    ] = "default"
-    override_model_config: bool = False
-    override_logical_axis_rules: bool = False
-    log_config: bool = True
-    debug_sharding: bool = False
-    base_output_directory: str = ""
-    sharding_strategy: None | Literal["experimental"] = None
+    ] = key(
+        "default",
+        "Which configs/models/<name>.yml to apply, e.g. llama3.1-8b or qwen3-4b; default: "
+        "sizes come from this file",
+    )
+    override_model_config: bool = key(
+        False, "Let your values override the model's file; false: a differing value is an error"
+    )
+    override_logical_axis_rules: bool = key(
+        False,
+        "Replace the whole logical_axis_rules list; false: only rules of the same name are "
+        "replaced",
+    )
+    log_config: bool = key(
+        True, "Write the resolved configuration to config.yml in the folder of the run"
+    )
+    debug_sharding: bool = key(
+        False, "Print the logical and physical partition spec of each tensor at start-up"
+    )
+    base_output_directory: str = key(
+        "", "Parent folder of all runs, a local path; empty: ./maxtext_output", is_path=True
+    )
+    sharding_strategy: None | Literal["experimental"] = key(
+        None,
+        "Alternative activation sharding for inference meshes: experimental, or null for the "
+        "normal rules",
+        status=inert.EXPERIMENTS,
+    )
 
 
 class AOT(Group):
     """Compiling the train step ahead of time for chosen hardware."""
 
-    compiled_trainstep_file: str = ""
-    compile_topology: str = ""
-    compile_topology_num_slices: int = -1
+    compiled_trainstep_file: str = key(
+        "",
+        "File with the compiled train step: train_compile writes it, train loads it. Empty = "
+        "compile at start",
+        is_path=True,
+    )
+    compile_topology: str = key(
+        "",
+        "Hardware to compile for without owning it, such as v5p-128 or v5e-256; empty = the "
+        "devices present",
+    )
+    compile_topology_num_slices: int = key(
+        -1,
+        "How many slices of compile_topology to compile for; required with it. -1 = not set",
+        low=1,
+        special=(-1,),
+        needs="compile_topology",
+    )
 
 
 class MemoryCheck(Group):
     """What happens if a training run seems too large for its devices."""
 
-    check_memory: bool = True
+    check_memory: bool = key(
+        True,
+        "Refuse a run whose state or compiled step needs more memory than is free, before its"
+        " first step; false: warn and try",
+    )
 
 
 class DevelopmentAndDebugging(Group):
     """JAX start-up, compilation cache and extra run-time checks."""
 
-    constant_bound_config: list = []
-    jax_cache_dir: str | None = "~/jax_cache"
-    jax_distributed_initialization_timeout: int = 300
-    jax_debug_log_modules: str = ""
-    skip_jax_distributed_system: bool = False
-    enable_single_controller: bool = False
-    subslice_shape: str = ""
-    max_checkify: bool = False
+    constant_bound_config: list = key(
+        [],
+        "Six fixed scale bounds for static fp8 quantization, forward and both gradients; "
+        "empty = dynamic scales",
+        status=inert.QUANTIZATION_METHODS,
+    )
+    jax_cache_dir: str | None = key(
+        "~/jax_cache",
+        "Folder of the persistent compilation cache, so a second start skips compiling; none:"
+        " no cache",
+        is_path=True,
+    )
+    jax_distributed_initialization_timeout: int = key(
+        300, "Seconds each process waits for all the others when jax.distributed starts", low=1
+    )
+    jax_debug_log_modules: str = key(
+        "",
+        "Module whose debug logs JAX prints, for example 'jax'; empty = none",
+        status=inert.DIAGNOSTICS,
+    )
+    skip_jax_distributed_system: bool = key(
+        False,
+        "Do not start jax.distributed: for a single process, or when the caller already did it",
+    )
+    enable_single_controller: bool = key(
+        False,
+        "One Python process drives all devices through Google Pathways, instead of one "
+        "process per host",
+        status=inert.PATHWAYS,
+    )
+    subslice_shape: str = key(
+        "",
+        "Use only this part of a TPU slice, as 'x,y,z' chips; needs enable_single_controller."
+        " Empty = all of it",
+        status=inert.PATHWAYS,
+    )
+    max_checkify: bool = key(
+        False,
+        "Add run-time checks for NaN, bad indices and division by zero to the step; slow, for"
+        " debugging",
+        status=inert.DIAGNOSTICS,
+    )
 
     @field_validator("jax_cache_dir")
     @classmethod
@@ -138,4 +224,8 @@ class DevelopmentAndDebugging(Group):
 class Debug(Group):
     """Switches for verbose output of single subsystems."""
 
-    rl: bool = False
+    rl: bool = key(
+        False,
+        "Log one completion of each step of reinforcement learning in full, with its rewards",
+        needs="use_grpo",
+    )

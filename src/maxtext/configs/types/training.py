@@ -2,80 +2,249 @@
 
 from typing import Any, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
 
+from maxtext.configs.types import inert, needs
 from maxtext.configs.types.enums import LearningRateScheduleType, OptimizerType, WsdDecayStyle
 from maxtext.configs.types.group import Group
+from maxtext.configs.types.key import INT64_MAX, key
 
 
 class TrainingLoop(Group):
     """How long to train, when to evaluate or stop, and random seeds."""
 
-    steps: int = 150001
-    log_period: int = 100
-    eval_interval: int = -1
-    eval_steps: int = -1
-    target_eval_loss: float = 0.0
-    abort_on_nan_loss: bool = True
-    abort_on_inf_loss: bool = True
-    enable_dropout: bool = True
-    dropout_rate: float = 0.0
-    enable_data_shuffling: bool = True
-    data_shuffle_seed: int = 0
-    init_weights_seed: int = 0
+    steps: int = key(
+        150001,
+        "Number of training steps, counted from the start of the run; -1 = "
+        "learning_rate_schedule_steps. Fine-tuning that leaves both open makes as many steps "
+        "as num_epoch epochs of its rows give",
+        low=1,
+    )
+    log_period: int = key(
+        100,
+        "Training steps between flushes of the metric writers, and between progress lines "
+        "that stay on a terminal",
+        low=1,
+    )
+    eval_interval: int = key(
+        -1, "Training steps between two evaluations; -1 = never evaluate", low=1, special=(-1,)
+    )
+    eval_steps: int = key(
+        -1,
+        "Batches in one evaluation; -1 = the whole evaluation set",
+        low=1,
+        special=(-1,),
+        needs=(needs.LOSS_OF_EVALUATION, needs.EVALUATION),
+    )
+    target_eval_loss: float = key(
+        0.0,
+        "Stop training once the evaluation loss is at or below this; 0 = never stop early",
+        low=0,
+        needs=(needs.LOSS_OF_EVALUATION, needs.EVALUATION),
+    )
+    abort_on_nan_loss: bool = key(
+        True,
+        "End the run with an error at a step whose loss or gradient norm is NaN; with "
+        "skip_step_on_spikes such a step is skipped, and the tenth in a row ends the run; "
+        "false = continue training",
+    )
+    abort_on_inf_loss: bool = key(
+        True,
+        "End the run with an error at a step whose loss or gradient norm is infinite; with "
+        "skip_step_on_spikes such a step is skipped, and the tenth in a row ends the run; "
+        "false = continue training",
+    )
+    enable_dropout: bool = key(True, "Switch for dropout in training; dropout_rate sets how much")
+    dropout_rate: float = key(
+        0.0,
+        "Chance that an activation is zeroed in training, 0 to 1; 0 = none; needs enable_dropout",
+        low=0,
+        high=0.99,
+    )
+    enable_data_shuffling: bool = key(
+        True, "Visit the training data in random order; false = in file order"
+    )
+    data_shuffle_seed: int = key(
+        0, "Seed of the data order; the same seed gives the same batches", low=0, limit=INT64_MAX
+    )
+    init_weights_seed: int = key(
+        0, "Seed of the initial weights; the same seed gives the same start", low=0, limit=INT64_MAX
+    )
 
 
 class Optimizer(Group):
     """Update rule, learning-rate schedule, clipping, accumulation and spike protection."""
 
-    opt_type: OptimizerType = OptimizerType.ADAMW
-    skip_step_on_spikes: bool = False
-    skip_step_interval: PositiveInt = 128
-    skip_step_scaling_factor: float = 6.0
-    gradient_accumulation_steps: PositiveInt = 1
-    use_tunix_gradient_accumulation: bool = False
-    gradient_clipping_threshold: NonNegativeFloat = 1.0
-    learning_rate: NonNegativeFloat = 3e-05
-    lr_schedule_type: LearningRateScheduleType = LearningRateScheduleType.COSINE
-    learning_rate_final_fraction: float = 0.1
-    wsd_decay_steps_fraction: float = 0.1
-    wsd_decay_style: WsdDecayStyle = WsdDecayStyle.LINEAR
-    warmup_steps_fraction: float = 0.1
-    learning_rate_schedule_steps: int = -1
-    trainable_parameters_mask: list[str] = Field(default_factory=list)
+    opt_type: OptimizerType = key(
+        OptimizerType.ADAMW,
+        "Update rule: adamw, adam_pax (bias-corrected decay inside the moments), sgd or muon "
+        "(matrices; AdamW for the rest)",
+    )
+    skip_step_on_spikes: bool = key(
+        False,
+        "Skip the update of weights (with router biases and QK-clip) and optimizer on steps "
+        "whose loss or raw gradient norm spikes or is not finite",
+    )
+    skip_step_interval: PositiveInt = key(
+        128, "Steps in the rolling window that gives the mean and deviation for skip_step_on_spikes"
+    )
+    skip_step_scaling_factor: float = key(
+        6.0, "Standard deviations above the rolling mean at which a step counts as a spike", low=1
+    )
+    gradient_accumulation_steps: PositiveInt = key(
+        1, "Microbatches whose gradients are accumulated for one weight update; 1 = off"
+    )
+    use_tunix_gradient_accumulation: bool = key(
+        False,
+        "In post-training, leave accumulation over gradient_accumulation_steps to the Tunix "
+        "trainer",
+        status=inert.WHOLE_BATCH,
+        accepts=True,
+    )
+    gradient_clipping_threshold: NonNegativeFloat = key(
+        1.0,
+        "Scale gradients down to this global L2 norm, over the weights that train, when they "
+        "exceed it; 0 = no clipping",
+    )
+    learning_rate: NonNegativeFloat = key(
+        3e-05, "Peak learning rate, reached at the end of warm-up"
+    )
+    lr_schedule_type: LearningRateScheduleType = key(
+        LearningRateScheduleType.COSINE,
+        "Shape after warm-up: cosine decay, or wsd (constant, then a short decay at the end)",
+    )
+    learning_rate_final_fraction: float = key(
+        0.1, "Learning rate at the end of the schedule as a fraction of the peak", low=0, high=1
+    )
+    wsd_decay_steps_fraction: float = key(
+        0.1,
+        "Fraction of the schedule spent in the final decay; only lr_schedule_type=wsd",
+        low=0,
+        high=1,
+    )
+    wsd_decay_style: WsdDecayStyle = key(
+        WsdDecayStyle.LINEAR,
+        "Shape of the final decay: linear or cosine; only lr_schedule_type=wsd",
+    )
+    warmup_steps_fraction: float = key(
+        0.1,
+        "Fraction of the schedule in which the learning rate rises linearly from 0; 0 = no warm-up",
+        low=0,
+        high=1,
+    )
+    learning_rate_schedule_steps: int = key(
+        -1,
+        "Length of the schedule in steps, after which the rate is 0; -1 = same as steps",
+        low=1,
+        special=(-1,),
+    )
+    trainable_parameters_mask: list[str] = key(
+        list,
+        "Regexes of the parameters that train; the rest is frozen without optimizer state; "
+        "empty = all train",
+    )
 
 
 class AdamW(Group):
     """Moments, stabilizers and weight decay of the Adam-type optimizers."""
 
-    adam_b1: float = 0.9
-    adam_b2: float = 0.95
-    adam_eps: float = 1e-08
-    adam_eps_root: float = 0.0
-    adam_weight_decay: float = 0.1
-    adamw_mask: list[str] = Field(default_factory=list)
-    mu_dtype: str = ""
+    adam_b1: float = key(
+        0.9, "Decay of Adam's running mean of gradients, 0 to 1; larger = smoother", low=0, high=1
+    )
+    adam_b2: float = key(
+        0.95,
+        "Decay of Adam's running mean of squared gradients, 0 to 1; larger = smoother",
+        low=0,
+        high=1,
+    )
+    adam_eps: float = key(
+        1e-08, "Small number added to Adam's denominator, outside the square root", low=0
+    )
+    adam_eps_root: float = key(
+        0.0, "Small number added inside the square root of Adam's denominator; 0 = none", low=0
+    )
+    adam_weight_decay: float = key(
+        0.1,
+        "Decoupled weight decay, multiplied by the learning rate; adamw_mask names exceptions",
+        low=0,
+    )
+    adamw_mask: list[str] = key(
+        list,
+        "Regexes of parameters that get no weight decay, such as norms and biases; empty = "
+        "all decay",
+    )
+    mu_dtype: str = key(
+        "",
+        "Dtype of Adam's first moment, such as bfloat16 to save memory; empty = dtype of the "
+        "weights",
+    )
 
 
 class Muon(Group):
     """Momentum, decay and update scale of the Muon optimizer."""
 
-    muon_beta: float = 0.95
-    muon_weight_decay: float = 0
-    muon_consistent_rms: float | None = None
+    muon_beta: float = key(
+        0.95, "Decay of Muon's momentum, 0 to 1; needs opt_type=muon", low=0, high=1
+    )
+    muon_weight_decay: float = key(
+        0, "Decoupled weight decay on the matrices that Muon updates; 0 = none", low=0
+    )
+    muon_consistent_rms: float | None = key(
+        None,
+        "Scales Muon's updates to this RMS so that AdamW rates fit (0.2 is usual); none = "
+        "scale by matrix width",
+    )
 
 
 class FineTuning(Group):
     """Post-training method to use, and the settings of its loss."""
 
-    use_dpo: bool = False
-    dpo_label_smoothing: float = 0.0
-    dpo_beta: float = 0.1
-    use_sft: bool = False
-    sft_train_on_completion_only: bool = False
-    formatting_func_path: str = ""
-    formatting_func_kwargs: dict = Field(default_factory=dict)
-    use_grpo: None | bool = None
+    use_dpo: bool = key(
+        False,
+        "Train on pairs of a chosen and a rejected completion (preference optimization, "
+        "dpo_loss_type)",
+    )
+    dpo_label_smoothing: float = key(
+        0.0,
+        "Assumed share of wrongly ordered preference pairs, 0 to 1; 0 = trust every label",
+        low=0,
+        high=1,
+        needs=("use_dpo", needs.SMOOTHED_LOSS),
+    )
+    dpo_beta: float = key(
+        0.1,
+        "Strength of the DPO regularization toward the reference model; larger stays closer to it",
+        low=0,
+        needs=("use_dpo", needs.NOT_ORPO),
+    )
+    use_sft: bool = key(
+        False,
+        "Supervised fine-tuning: rows are conversations, prompts and completions, or texts, "
+        "recognised by their columns, and targets that are not learned are masked",
+    )
+    sft_train_on_completion_only: bool = key(
+        False,
+        "Learn only from completions: the assistant's turns of a conversation; false = from "
+        "every token",
+        needs="use_sft",
+    )
+    formatting_func_path: str = key(
+        "",
+        "Your function that turns a record into a row: package.module.function or "
+        "file.py:function; empty = none",
+        is_path=True,
+        needs=needs.FINE_TUNING,
+    )
+    formatting_func_kwargs: dict = key(
+        dict,
+        "Keyword arguments of the formatting function; the JSON file of template_path is "
+        "handed over, parsed, as template_config",
+        needs="formatting_func_path",
+    )
+    use_grpo: None | bool = key(
+        None,
+        "Train on rewards of sampled completions (reinforcement learning, GRPO); null: not chosen",
+    )
 
 
 class Preferences(Group):
@@ -83,60 +252,240 @@ class Preferences(Group):
 
     dpo_loss_type: Literal[
         "sigmoid", "hinge", "ipo", "robust", "simpo", "kto", "apo_zero", "apo_down", "orpo"
-    ] = "sigmoid"
-    orpo_lambda: float = 0.1
-    simpo_gamma: float = 0.5
-    max_prompt_length: int | None = None
-    precompute_reference_logps: bool = False
+    ] = key(
+        "sigmoid",
+        "Loss over preference pairs: sigmoid is DPO; hinge, ipo, robust, kto, apo_zero, "
+        "apo_down need a reference; simpo and orpo do not",
+        needs="use_dpo",
+    )
+    orpo_lambda: float = key(
+        0.1, "Weight of the odds-ratio term of dpo_loss_type=orpo", low=0, needs=needs.ORPO
+    )
+    simpo_gamma: float = key(
+        0.5,
+        "Target margin between the rewards of chosen and rejected of dpo_loss_type=simpo",
+        needs=needs.SIMPO,
+    )
+    max_prompt_length: int | None = key(
+        None,
+        "Longest prompt of a preference pair, in tokens, whose end is kept; null: half of "
+        "max_target_length for a pair that does not fit",
+        low=1,
+        needs="use_dpo",
+    )
+    precompute_reference_logps: bool = key(
+        False,
+        "Compute the log-probabilities of the reference once, before training, and free its "
+        "weights",
+        needs=("use_dpo", needs.REFERENCE),
+    )
 
 
 class Adapters(Group):
     """Low-rank adapters: which layers have them, how they start, and the format of the base."""
 
-    enable_lora: bool | None = None
-    lora_rank: NonNegativeInt = 0
-    lora_alpha: float = 0.0
-    lora_module_path: str = ""
-    lora_target_modules: str | list[str] | None = None
-    lora_dropout: float = 0.0
-    lora_use_rslora: bool = False
-    lora_use_dora: bool = False
-    lora_init: Literal["kaiming", "gaussian"] = "kaiming"
-    lora_weight_qtype: Literal["int8", "int4", "nf4"] | None = None
-    lora_tile_size: int = 64
-    lora_restore_path: str = ""
-    max_adapters: int = 8
+    enable_lora: bool | None = key(
+        None,
+        "false: train no adapters, whatever the lora_* keys say; null: as lora_rank and "
+        "lora_restore_path say",
+        needs=needs.LORA_IF_ENABLED,
+    )
+    lora_rank: NonNegativeInt = key(
+        0, "Rank of the LoRA adapters that are trained instead of the weights; 0: none"
+    )
+    lora_alpha: float = key(
+        0.0,
+        "LoRA scale: alpha / rank, or alpha / sqrt(rank) with lora_use_rslora; 0: the rank",
+        low=0,
+        needs=needs.ADAPTERS,
+    )
+    lora_module_path: str = key(
+        "",
+        "Pattern over the paths of weights that get an adapter, e.g. .*attention.*; empty: "
+        "see lora_target_modules",
+        needs=needs.NEW_ADAPTERS,
+    )
+    lora_target_modules: str | list[str] | None = key(
+        None,
+        "Modules with adapters, as PEFT names them: a list, all-linear, or a pattern; null: "
+        "all projections of attention and MLPs",
+        needs=needs.NEW_ADAPTERS,
+    )
+    lora_dropout: float = key(
+        0.0, "Dropout on the input of the adapters", low=0, high=0.99, needs=needs.ADAPTERS
+    )
+    lora_use_rslora: bool = key(False, "Scale adapters by alpha / sqrt(rank)", needs=needs.ADAPTERS)
+    lora_use_dora: bool = key(
+        False,
+        "DoRA: learn the magnitude of each output apart from its direction",
+        needs=needs.ADAPTERS,
+    )
+    lora_init: Literal["kaiming", "gaussian"] = key(
+        "kaiming",
+        "Start of the matrices A: kaiming (uniform, as PEFT) or gaussian; B starts at 0",
+        needs=needs.NEW_ADAPTERS,
+    )
+    lora_weight_qtype: Literal["int8", "int4", "nf4"] | None = key(
+        None,
+        "QLoRA: format of the frozen base weights, int8, int4 or nf4; null: weight_dtype",
+        needs=needs.ADAPTERS,
+    )
+    lora_tile_size: int = key(
+        64,
+        "Weights that share a scale in int4 and nf4, along the inputs",
+        low=1,
+        needs=needs.FOUR_BIT_BASE,
+    )
+    lora_restore_path: str = key(
+        "", "PEFT adapter to start from; its settings override the lora_* keys", is_path=True
+    )
+    max_adapters: int = key(
+        8, "Adapters that can be loaded at a time for generation; each has a slot in memory", low=1
+    )
 
 
 class Distillation(Group):
     """How a student model learns from a teacher's outputs and weights."""
 
-    student_overrides: dict[str, Any] = Field(default_factory=dict)
-    teacher_overrides: dict[str, Any] = Field(default_factory=dict)
-    offline_data_dir: str | None = None
-    distill_alpha: float = 0.5
-    distill_temperature: float = 1.0
-    distill_beta: float = 0.0
-    distill_feature_loss_type: Literal["cosine", "l2"] = "cosine"
-    distill_layer_indices: None | list = None
-    distill_alpha_end: float | None = None
-    distill_alpha_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    distill_temperature_end: float | None = None
-    distill_temperature_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    distill_beta_end: float | None = None
-    distill_beta_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    learn_to_init_mode: bool = False
-    lti_use_general_linear_map: bool = False
-    distill_weights_copy_map: dict[str, Any] = Field(default_factory=dict)
-    distill_student_weights_share_map: dict[str, Any] = Field(default_factory=dict)
-    student_params_to_update: None | list = None
+    student_overrides: dict[str, Any] = key(
+        dict,
+        "Config keys and values that apply to the student model only, such as model_name",
+        needs=needs.A_TEACHER,
+    )
+    teacher_overrides: dict[str, Any] = key(
+        dict,
+        "Config keys and values that apply to the teacher only, such as model_name and "
+        "load_parameters_path",
+    )
+    offline_data_dir: str | None = key(
+        None,
+        "Folder of `maxtext distill-logits`, the training data with a teacher's logits; none "
+        "= run a teacher",
+        is_path=True,
+    )
+    distill_alpha: float = key(
+        0.5,
+        "Weight of the teacher KL term, 0 to 1; the true-label loss gets the rest",
+        low=0,
+        high=1,
+        needs=(needs.A_TEACHER, needs.NO_GKD),
+    )
+    distill_temperature: float = key(
+        1.0,
+        "Softens teacher and student probabilities before the KL; the KL is scaled by its square",
+        needs=needs.A_TEACHER,
+    )
+    distill_beta: float = key(
+        0.0,
+        "Weight of the feature loss between the attention outputs of student and teacher "
+        "layers; 0 = off",
+        low=0,
+        needs=(needs.RUNNING_TEACHER, needs.NO_GKD),
+    )
+    distill_feature_loss_type: Literal["cosine", "l2"] = key(
+        "cosine",
+        "Distance between student and teacher features: cosine or l2; needs distill_beta > 0",
+        needs=needs.FEATURE_LOSS,
+    )
+    distill_layer_indices: None | list = key(
+        None,
+        "Layers whose attention outputs enter the feature loss; none = all, of equally deep models",
+        needs=needs.FEATURE_LOSS,
+    )
+    distill_alpha_end: float | None = key(
+        None,
+        "Value distill_alpha reaches at the last step of its schedule; none = keep the start value",
+        low=0,
+        high=1,
+        needs=(needs.A_TEACHER, needs.NO_GKD),
+    )
+    distill_alpha_schedule: Literal["constant", "linear", "cosine"] = key(
+        "constant",
+        "Path from distill_alpha to distill_alpha_end: constant, linear or cosine",
+        needs=(needs.A_TEACHER, needs.NO_GKD),
+    )
+    distill_temperature_end: float | None = key(
+        None,
+        "Value distill_temperature reaches at the last step; none = keep the start value",
+        needs=needs.A_TEACHER,
+    )
+    distill_temperature_schedule: Literal["constant", "linear", "cosine"] = key(
+        "constant",
+        "Path from distill_temperature to distill_temperature_end: constant, linear or cosine",
+        needs=needs.A_TEACHER,
+    )
+    distill_beta_end: float | None = key(
+        None,
+        "Value distill_beta reaches at the last step of its schedule; none = keep the start value",
+        low=0,
+        needs=(needs.RUNNING_TEACHER, needs.NO_GKD),
+    )
+    distill_beta_schedule: Literal["constant", "linear", "cosine"] = key(
+        "constant",
+        "Path from distill_beta to distill_beta_end: constant, linear or cosine",
+        needs=(needs.RUNNING_TEACHER, needs.NO_GKD),
+    )
+    learn_to_init_mode: bool = key(
+        False,
+        "Train maps from the teacher's attention weights to the student's, instead of these: "
+        "learn to init",
+        needs=needs.RUNNING_TEACHER,
+    )
+    lti_use_general_linear_map: bool = key(
+        False,
+        "In learn_to_init_mode, use one full linear map instead of separate head and head_dim maps",
+        needs="learn_to_init_mode",
+    )
+    distill_weights_copy_map: dict[str, Any] = key(
+        dict,
+        "Pattern of teacher parameters to the path of the student's: weights copied before "
+        "training",
+        needs=needs.RUNNING_TEACHER,
+    )
+    distill_student_weights_share_map: dict[str, Any] = key(
+        dict,
+        "Pattern of student parameters to another path of the student, which uses the same weights",
+        needs=needs.RUNNING_TEACHER,
+    )
+    student_params_to_update: None | list = key(
+        None,
+        "Name patterns of the parameters that distillation and fine-tuning train; none = all "
+        "of them",
+        needs=needs.FINE_TUNING_OR_TEACHER,
+    )
 
 
 class GeneralizedDistillation(Group):
     """GKD: a divergence from the teacher, on completions that the student samples."""
 
-    use_gkd: bool = False
-    gkd_lambda: float = 0.5
-    gkd_beta: float = 0.5
-    gkd_max_new_tokens: PositiveInt = 128
-    gkd_seq_kd: bool = False
+    use_gkd: bool = key(
+        False,
+        "Minimize the generalized Jensen-Shannon divergence from the teacher instead of KL "
+        "and true labels",
+        needs=needs.RUNNING_TEACHER,
+    )
+    gkd_lambda: float = key(
+        0.5,
+        "Share of the batches whose completions the student samples; the others have those of"
+        " the data",
+        low=0,
+        high=1,
+        needs="use_gkd",
+    )
+    gkd_beta: float = key(
+        0.5,
+        "0 = forward KL(teacher || student), 1 = reverse KL, between = Jensen-Shannon",
+        low=0,
+        high=1,
+        needs="use_gkd",
+    )
+    gkd_max_new_tokens: PositiveInt = key(
+        128,
+        "Most tokens of a sampled completion; max_target_length limits them, too",
+        needs=needs.SAMPLED_COMPLETIONS,
+    )
+    gkd_seq_kd: bool = key(
+        False,
+        "Let the teacher sample the completions of the other batches: sequence-level distillation",
+        needs="use_gkd",
+    )

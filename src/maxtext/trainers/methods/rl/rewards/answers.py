@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from maxtext.common.errors import ConfigError
 from maxtext.configs.types import Settings
-from maxtext.configs.types.rl import Reward, SpecialTokens
+from maxtext.configs.types.rl_scoring import Reward, SpecialTokens
 
 BOXED = "\\boxed{"
 GSM8K_MARK = "####"
