@@ -13,11 +13,17 @@ The first source that describes several processes decides:
 5. Kubernetes: the index is JOB_COMPLETION_INDEX, which Indexed Jobs and JobSets set; the count must
    be set, too;
 6. none of these: a single process.
+
+JAX has a detection of its own for 3 to 5, which is not used: under SLURM it takes the tasks of the
+job for those of the step, gives every process one GPU, also where it is alone on a node with
+several, and misreads lists such as `r[1-2]n[1-2]`; it knows Open MPI up to version 4, and
+Kubernetes only where pods may read its API. It reads the environment while it joins, too late for
+an error that says what to set.
 """
 
 import re
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from maxtext.common.errors import ConfigError
@@ -140,7 +146,7 @@ def slurm(environ: Mapping[str, str], address: str | None) -> Rendezvous | None:
         return None
     count = int(environ.get("SLURM_STEP_NUM_TASKS") or environ.get("SLURM_NTASKS") or 1)
     if address is None:
-        host = next(host_names(environ["SLURM_STEP_NODELIST"]))
+        host = first_host(environ["SLURM_STEP_NODELIST"])
         address = f"{host}:{port_of_job(environ.get('SLURM_JOB_ID', ''))}"
     local_rank = int(environ.get("SLURM_LOCALID") or 0)
     return Rendezvous(
@@ -211,23 +217,11 @@ def port_of_job(job: str) -> int:
     return 61440 + zlib.crc32(job.encode()) % 4096
 
 
-def host_names(text: str) -> Iterator[str]:
-    """The hosts of a SLURM node list: `login,gpu[001-003,7],rack[1-2]n[1-2]`."""
-    for entry in re.findall(r"(?:[^,\[\]]|\[[^\]]*\])+", text):
-        yield from expand(entry)
-
-
-def expand(entry: str) -> Iterator[str]:
-    before, bracket, rest = entry.partition("[")
-    if not bracket:
-        yield entry
-        return
-    inside, _, after = rest.partition("]")
-    for part in inside.split(","):
-        low, _, high = part.partition("-")
-        for number in range(int(low), int(high or low) + 1):
-            for tail in expand(after):
-                yield f"{before}{number:0{len(low)}d}{tail}"
+def first_host(nodes: str) -> str:
+    """The first host of a SLURM node list: gpu001 of `gpu[001-003,7],login`."""
+    first = re.match(r"(?:[^,\[\]]|\[[^\]]*\])+", nodes)
+    assert first is not None, "a step has nodes"
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[0])
 
 
 def tasks_on_this_node(environ: Mapping[str, str]) -> int:

@@ -1,4 +1,6 @@
-"""A client of servers with OpenAI's API, on the standard library: names of models, and chats."""
+"""A client of servers with OpenAI's API: names of models, and chats. It uses the standard library:
+`maxtext chat --server` needs no extra, and httpx would add 0.15 s to its start.
+"""
 
 import contextlib
 import http.client
