@@ -61,6 +61,14 @@ def moe_layers(config: MaxTextConfig, layers: int, rule: Callable[[int], bool]) 
     ]
 
 
+def rope_layers(config: MaxTextConfig, layers: int) -> list[bool]:
+    """Which layers have RoPE; every nope_layer_interval-th has none."""
+    interval = config.nope_layer_interval
+    return per_layer("rope_layers", config.architecture.rope_layers, layers) or [
+        interval <= 0 or (i + 1) % interval != 0 for i in range(layers)
+    ]
+
+
 def per_layer(name: str, listed: Sequence[Any] | None, layers: int) -> list[Any]:
     if listed is not None and len(listed) != layers:
         raise ConfigError(

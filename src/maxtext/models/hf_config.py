@@ -179,5 +179,16 @@ def every_nth(pattern: str | int, kind: str, others: str = "sliding") -> Callabl
     return rule
 
 
+def listed_rope_layers(entries: Json) -> list[bool]:
+    """The layers with RoPE: despite its name, no_rope_layers has a 1 for each of them."""
+    count, interval = entries["num_hidden_layers"], entries["no_rope_layer_interval"]
+    flags = entries["no_rope_layers"] or [(i + 1) % interval for i in range(count)]
+    return [bool(flag) for flag in flags]
+
+
+def no_rope_layers_entry(layers: LayerSpecs) -> list[int]:
+    return [int(layer.attention.rope is not None) for layer in layers]
+
+
 def has_experts(layer: Any) -> bool:
     return hasattr(layer.mlp, "router")

@@ -125,12 +125,11 @@ def write_mlp_types(config: MaxTextConfig, layers: LayerSpecs) -> Json:
 
 
 def deepseek_rules(config: MaxTextConfig, layers: LayerSpecs) -> list[Rule]:
-    return [*outer_rules(), *layer_rules(), *multi_token_rules(config)]
+    return [*outer_rules(), *layer_rules(), *multi_token_rules(config, layer_rules())]
 
 
 def layer_rules() -> list[Rule]:
     hf, native = f"{HF_LAYER}self_attn.", "layers/{i}/attention/"
-    mlp, native_mlp = f"{HF_LAYER}mlp.", "layers/{i}/mlp/"
     return [
         *norm_rules(PRE_NORMS),
         Rule(f"{hf}q_proj.weight", f"{native}query/weight", "(h w) e -> e h w"),
@@ -149,6 +148,14 @@ def layer_rules() -> list[Rule]:
         Rule(f"{hf}indexer.k_norm.weight", f"{native}indexer/key_norm/scale", "d -> d"),
         Rule(f"{hf}indexer.k_norm.bias", f"{native}indexer/key_norm/bias", "d -> d"),
         Rule(f"{hf}indexer.weights_proj.weight", f"{native}indexer/weight/weight", "h e -> e h"),
+        *routed_mlp_rules(),
+    ]
+
+
+def routed_mlp_rules() -> list[Rule]:
+    """The MLP of a dense layer, or the experts of another with one that all tokens share."""
+    mlp, native_mlp = f"{HF_LAYER}mlp.", "layers/{i}/mlp/"
+    return [
         *mlp_rules(),
         Rule(f"{mlp}gate.weight", f"{native_mlp}router/weight", "x e -> e x"),
         Rule(f"{mlp}gate.e_score_correction_bias", f"{native_mlp}router/bias", "x -> x"),
@@ -157,9 +164,9 @@ def layer_rules() -> list[Rule]:
     ]
 
 
-def multi_token_rules(config: MaxTextConfig) -> list[Rule]:
+def multi_token_rules(config: MaxTextConfig, layer_rules: list[Rule]) -> list[Rule]:
     """Rules of the multi-token prediction layers (mtp_num_layers), which are numbered after the
-    decoder layers.
+    decoder layers and have their weights, with `layer_rules`, and a few more.
     """
     rules = []
     for layer in range(config.mtp_num_layers):
@@ -167,7 +174,7 @@ def multi_token_rules(config: MaxTextConfig) -> list[Rule]:
         rules.append(Rule(f"{hf}eh_proj.weight", f"{native}projection/weight", "e f -> f e"))
         for hf_norm, native_norm in MULTI_TOKEN_NORMS.items():
             rules.append(Rule(f"{hf}{hf_norm}.weight", f"{native}{native_norm}/scale", "e -> e"))
-        for rule in layer_rules():
+        for rule in layer_rules:
             hf_names = tuple(name.replace(HF_LAYER, hf) for name in rule.hf_names)
             native_names = tuple(
                 name.replace("layers/{i}/", f"{native}block/") for name in rule.native_names

@@ -27,7 +27,14 @@ from maxtext.hf.layer_rules import (
 )
 from maxtext.hf.rules import Rule
 from maxtext.hf.schema import COUNT, NULL, POSITIVE, SIZE, SWITCH, list_of, per_layer
-from maxtext.models.hf_config import has_experts, layer_kinds, layer_types_entry, uniform_rope
+from maxtext.models.hf_config import (
+    has_experts,
+    layer_kinds,
+    layer_types_entry,
+    listed_rope_layers,
+    no_rope_layers_entry,
+    uniform_rope,
+)
 
 
 def llama_rules(config: MaxTextConfig, layers: LayerSpecs) -> list[Rule]:
@@ -59,10 +66,7 @@ LLAMA = HfMapping(
 def read_llama4_layers(entries: Json) -> ModelSettings:
     """Which layers have RoPE, experts and chunks."""
     count, step = entries["num_hidden_layers"], entries["interleave_moe_layer_step"]
-    interval = entries["no_rope_layer_interval"]
-    # Despite its name, no_rope_layers has a 1 for each layer with RoPE.
-    flags = entries["no_rope_layers"] or [(i + 1) % interval for i in range(count)]
-    rope_layers = [bool(flag) for flag in flags]
+    rope_layers = listed_rope_layers(entries)
     moe_layers = entries["moe_layers"]
     if moe_layers is None:
         moe_layers = [i for i in range(count) if (i + 1) % step == 0]
@@ -71,13 +75,16 @@ def read_llama4_layers(entries: Json) -> ModelSettings:
         "moe_layers": [i in moe_layers for i in range(count)],
         "layer_kinds": layer_kinds(entries, lambda i, _: "chunk" if rope_layers[i] else "full"),
     }
-    keys = {"nope_layer_interval": interval, "interleave_moe_layer_step": step}
+    keys = {
+        "nope_layer_interval": entries["no_rope_layer_interval"],
+        "interleave_moe_layer_step": step,
+    }
     return ModelSettings(keys, hf_attributes)
 
 
 def write_llama4_layers(config: MaxTextConfig, layers: LayerSpecs) -> Json:
     return {
-        "no_rope_layers": [int(layer.attention.rope is not None) for layer in layers],
+        "no_rope_layers": no_rope_layers_entry(layers),
         "moe_layers": [i for i, layer in enumerate(layers) if has_experts(layer)],
         "layer_types": layer_types_entry(layers),
     }

@@ -9,7 +9,7 @@ from maxtext.models.common import (
     moe_layers,
     moe_spec,
     norm_spec,
-    per_layer,
+    rope_layers,
     rope_spec,
     router_spec,
     uniform,
@@ -29,16 +29,10 @@ def llama4(config: MaxTextConfig) -> list[LayerSpec]:
     """Chunked layers with interleaved RoPE; every nope_layer_interval-th layer is global, without
     RoPE, and scales its queries by a temperature that grows with the position. Every
     interleave_moe_layer_step-th has experts, whose inputs are weighted by a sigmoid."""
-    count, interval, step = (
-        config.num_decoder_layers,
-        config.nope_layer_interval,
-        config.interleave_moe_layer_step,
-    )
+    count, step = config.num_decoder_layers, config.interleave_moe_layer_step
     hf_attributes = config.architecture
-    rope_layers = per_layer("rope_layers", hf_attributes.rope_layers, count) or [
-        interval <= 0 or (layer + 1) % interval != 0 for layer in range(count)
-    ]
-    kinds = layer_kinds(config, count, lambda layer: "chunk" if rope_layers[layer] else "full")
+    has_rope = rope_layers(config, count)
+    kinds = layer_kinds(config, count, lambda layer: "chunk" if has_rope[layer] else "full")
     experts = moe_layers(config, count, lambda layer: (layer + 1) % step == 0)
     temperature = (
         Temperature(hf_attributes.temperature_scale, hf_attributes.temperature_length)
@@ -52,7 +46,7 @@ def llama4(config: MaxTextConfig) -> list[LayerSpec]:
     )
 
     def layer(index: int) -> LayerSpec:
-        if rope_layers[index]:
+        if has_rope[index]:
             attention = attention_spec(
                 config, kinds[index], rope=rope, qk_norm=norm, qk_norm_over="rotated"
             )
