@@ -414,6 +414,12 @@ COMMAND_R7B = {
     "logit_scale": 0.25, "rope_theta": 50000.0, "sliding_window": 4096, "sliding_window_pattern": 4,
 }  # fmt: skip
 
+SMOLLM3 = llama(2048, 36, 16, 4, 11008, 128256) | {
+    "architectures": ["SmolLM3ForCausalLM"], "rms_norm_eps": 1e-6, "tie_word_embeddings": True,
+    "no_rope_layer_interval": 4, "no_rope_layers": [1, 1, 1, 0] * 9, "use_sliding_window": False,
+    "sliding_window": None, "layer_types": ["full_attention"] * 36,
+    "rope_theta": 5000000.0, "rope_scaling": None, "max_position_embeddings": 65536,
+}  # fmt: skip
 PUBLISHED: dict[str, Published] = {
     "llama2-7b": Published("meta-llama/Llama-2-7b-hf", llama(4096, 32, 32, 32, 11008, 32000),
                            6_738_415_616),
@@ -581,6 +587,7 @@ PUBLISHED: dict[str, Published] = {
                                34_980_831_232),
     "command-r7b": Published("CohereLabs/c4ai-command-r7b-12-2024",
                              cohere("Cohere2", 4096, 32, 32, 8, 14336, **COMMAND_R7B)),
+    "smollm3-3b": Published("HuggingFaceTB/SmolLM3-3B", SMOLLM3, 3_075_098_624),
     # 50257 tokens, 2048 positions, in the paper; here padded, and more positions.
     "gpt3-175b": Published("Brown et al. 2020", gpt3(12288, 96, 96, 50257, 2048),
                            None, (50304 - 50257 + 16384 - 2048) * 12288),

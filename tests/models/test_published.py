@@ -314,8 +314,9 @@ def test_rotations_scales_and_windows_are_those_of_transformers(name):
         # Phi's modules ask their configuration.
         stated = model.config if name.startswith("phi") else module
         assert native.mask.window == getattr(stated, "sliding_window", None)
-        if name.startswith("llama4"):
+        if name.startswith(("llama4", "smollm3")):
             assert (native.rope is not None) == bool(module.use_rope)
+        if name.startswith("llama4"):
             chunked = model.config.layer_types[number] == "chunked_attention"
             assert native.mask.chunk == (model.config.attention_chunk_size if chunked else None)
         if native.rope is None:

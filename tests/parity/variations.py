@@ -47,6 +47,7 @@ BASES = {
     "phi3": "phi3",
     "cohere": "cohere",
     "cohere2": "cohere2",
+    "smollm3": "smollm3 listed",
     "gpt2": "gpt2",
 }
 

@@ -658,6 +658,27 @@ CASES = {
             "rope_theta": 50_000.0,
         },
     ),
+    "smollm3": case("SmolLM3", num_hidden_layers=5),
+    "smollm3 listed": case(
+        "SmolLM3",
+        num_hidden_layers=3,
+        no_rope_layers=[0, 1, 0],
+        use_sliding_window=True,
+        sliding_window=5,
+        layer_types=[SLIDING, FULL, FULL],
+        tie_word_embeddings=False,
+        attention_bias=True,
+        mlp_bias=True,
+    ),
+    "smollm3 sliding": case(
+        "SmolLM3",
+        NO_HEAD_DIM,
+        num_hidden_layers=3,
+        no_rope_layer_interval=2,
+        use_sliding_window=True,
+        sliding_window=5,
+        published={"layer_types": ABSENT, "no_rope_layers": ABSENT},
+    ),
     "gpt2": Case("GPT2", GPT2),
     "gpt2 wide": Case(
         "GPT2",
@@ -694,6 +715,7 @@ ONE_EACH = [
     "phi3 long",
     "cohere",
     "cohere2",
+    "smollm3",
     "gpt2",
 ]
 # Cases that are quick and see most of the code.
@@ -729,6 +751,7 @@ FAST = {
     "cohere",
     "cohere normed queries",
     "cohere2",
+    "smollm3",
 }
 
 

@@ -75,6 +75,7 @@ CONFIGURATIONS = {
     "llama4": HEADS | MOE | {"decoder_block": "llama4", "chunk_attn_window_size": 4},
     "deepseek without latents": HEADS | MOE | {"decoder_block": "deepseek", "routed_bias": "true"},
     "deepseek": LATENT | MOE | YARN | {"first_num_dense_layers": 1, "base_num_decoder_layers": 2},
+    "smollm3": HEADS | {"decoder_block": "smollm3", "base_num_decoder_layers": 2},
     "one expert": HEADS | {"decoder_block": "mixtral"},
     "simple": {"decoder_block": "simple"},
     "simple_mlp": {"decoder_block": "simple_mlp"},
@@ -208,7 +209,7 @@ ALREADY = {
     "attention_type": {"mistral window", "llama4", "gpt_oss"},
     "attention_bias": {"gpt3"},
     "mlp_bias": {"gpt3"},
-}
+}  # fmt: skip
 SIZES = {"base_num_query_heads", "base_num_kv_heads", "head_dim", "base_mlp_dim"}
 # Blocks that stand in for a model take all its sizes, and read those that they have.
 STAND_INS = {"simple": SIZES, "simple_mlp": SIZES - {"base_mlp_dim"}}

@@ -158,6 +158,7 @@ class DecoderBlockType(StrEnum):
     PHI3 = "phi3"
     COHERE = "cohere"
     COHERE2 = "cohere2"
+    SMOLLM3 = "smollm3"
     SIMPLE = "simple"
     SIMPLE_MLP = "simple_mlp"
 

@@ -106,6 +106,7 @@ class RunInfo(Group):
         "olmo2-32b",
         "command-r-35b",
         "command-r7b",
+        "smollm3-3b",
     ] = key(
         "default",
         "Which configs/models/<name>.yml to apply, e.g. llama3.1-8b or qwen3-4b; default: "
