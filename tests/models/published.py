@@ -420,6 +420,12 @@ SMOLLM3 = llama(2048, 36, 16, 4, 11008, 128256) | {
     "sliding_window": None, "layer_types": ["full_attention"] * 36,
     "rope_theta": 5000000.0, "rope_scaling": None, "max_position_embeddings": 65536,
 }  # fmt: skip
+SEED_OSS = llama(5120, 64, 80, 8, 27648, 155136) | {
+    "architectures": ["SeedOssForCausalLM"], "head_dim": 128, "rms_norm_eps": 1e-6,
+    "attention_bias": True, "attention_out_bias": False, "mlp_bias": False,
+    "rope_theta": 10000000.0, "rope_scaling": {"rope_type": "default"},
+    "max_position_embeddings": 524288,
+}  # fmt: skip
 PUBLISHED: dict[str, Published] = {
     "llama2-7b": Published("meta-llama/Llama-2-7b-hf", llama(4096, 32, 32, 32, 11008, 32000),
                            6_738_415_616),
@@ -588,6 +594,7 @@ PUBLISHED: dict[str, Published] = {
     "command-r7b": Published("CohereLabs/c4ai-command-r7b-12-2024",
                              cohere("Cohere2", 4096, 32, 32, 8, 14336, **COMMAND_R7B)),
     "smollm3-3b": Published("HuggingFaceTB/SmolLM3-3B", SMOLLM3, 3_075_098_624),
+    "seed-oss-36b": Published("ByteDance-Seed/Seed-OSS-36B-Instruct", SEED_OSS, 36_151_104_512),
     # 50257 tokens, 2048 positions, in the paper; here padded, and more positions.
     "gpt3-175b": Published("Brown et al. 2020", gpt3(12288, 96, 96, 50257, 2048),
                            None, (50304 - 50257 + 16384 - 2048) * 12288),

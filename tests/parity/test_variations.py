@@ -210,6 +210,7 @@ def test_what_cannot_act_is_refused(name, comparison):
 # What transformers reads of a configuration and logits do not depend on.
 TRAINING = {
     *("attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop", "initializer_range"),
+    "residual_dropout",
     *("gradient_checkpointing", "router_aux_loss_coef", "router_jitter_noise"),
 }
 OUTPUTS = {

@@ -48,6 +48,7 @@ BASES = {
     "cohere": "cohere",
     "cohere2": "cohere2",
     "smollm3": "smollm3 listed",
+    "seed_oss": "seed_oss",
     "gpt2": "gpt2",
 }
 

@@ -679,6 +679,10 @@ CASES = {
         sliding_window=5,
         published={"layer_types": ABSENT, "no_rope_layers": ABSENT},
     ),
+    "seed_oss": case("SeedOss"),
+    "seed_oss without biases": case(
+        "SeedOss", attention_bias=False, mlp_bias=True, tie_word_embeddings=True
+    ),
     "gpt2": Case("GPT2", GPT2),
     "gpt2 wide": Case(
         "GPT2",
@@ -716,6 +720,7 @@ ONE_EACH = [
     "cohere",
     "cohere2",
     "smollm3",
+    "seed_oss",
     "gpt2",
 ]
 # Cases that are quick and see most of the code.
@@ -752,6 +757,7 @@ FAST = {
     "cohere normed queries",
     "cohere2",
     "smollm3",
+    "seed_oss",
 }
 
 

@@ -60,6 +60,7 @@ FAMILIES = {
                "shared_experts=1"),
     "olmo3": (*WINDOW, *TWO_AND_ONE, "use_qk_norm=true"),
     "smollm3": ("base_num_decoder_layers=4", "nope_layer_interval=2"),
+    "seed_oss": ("base_num_decoder_layers=2", "attention_bias=true"),
     "gpt3": ("base_num_decoder_layers=2", "trainable_position_size=16", "mlp_activations=[gelu]",
              "base_num_kv_heads=4"),
 }  # fmt: skip

@@ -76,6 +76,7 @@ CONFIGURATIONS = {
     "deepseek without latents": HEADS | MOE | {"decoder_block": "deepseek", "routed_bias": "true"},
     "deepseek": LATENT | MOE | YARN | {"first_num_dense_layers": 1, "base_num_decoder_layers": 2},
     "smollm3": HEADS | {"decoder_block": "smollm3", "base_num_decoder_layers": 2},
+    "seed_oss": HEADS | {"decoder_block": "seed_oss"},
     "one expert": HEADS | {"decoder_block": "mixtral"},
     "simple": {"decoder_block": "simple"},
     "simple_mlp": {"decoder_block": "simple_mlp"},

@@ -159,6 +159,7 @@ class DecoderBlockType(StrEnum):
     COHERE = "cohere"
     COHERE2 = "cohere2"
     SMOLLM3 = "smollm3"
+    SEED_OSS = "seed_oss"
     SIMPLE = "simple"
     SIMPLE_MLP = "simple_mlp"
 

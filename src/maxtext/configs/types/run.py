@@ -107,6 +107,7 @@ class RunInfo(Group):
         "command-r-35b",
         "command-r7b",
         "smollm3-3b",
+        "seed-oss-36b",
     ] = key(
         "default",
         "Which configs/models/<name>.yml to apply, e.g. llama3.1-8b or qwen3-4b; default: "
