@@ -414,6 +414,13 @@ COMMAND_R7B = {
     "logit_scale": 0.25, "rope_theta": 50000.0, "sliding_window": 4096, "sliding_window_pattern": 4,
 }  # fmt: skip
 
+MINIMAX_M2 = llama(3072, 62, 48, 8, 1536, 200064) | {
+    "architectures": ["MiniMaxM2ForCausalLM"], "head_dim": 128, "rms_norm_eps": 1e-6,
+    "num_local_experts": 256, "num_experts_per_tok": 8, "scoring_func": "sigmoid",
+    "use_routing_bias": True, "use_qk_norm": True, "qk_norm_type": "per_layer",
+    "shared_intermediate_size": 0, "rotary_dim": 64, "rope_theta": 5000000,
+    "max_position_embeddings": 196608,
+}  # fmt: skip
 SMOLLM3 = llama(2048, 36, 16, 4, 11008, 128256) | {
     "architectures": ["SmolLM3ForCausalLM"], "rms_norm_eps": 1e-6, "tie_word_embeddings": True,
     "no_rope_layer_interval": 4, "no_rope_layers": [1, 1, 1, 0] * 9, "use_sliding_window": False,
@@ -593,6 +600,7 @@ PUBLISHED: dict[str, Published] = {
                                34_980_831_232),
     "command-r7b": Published("CohereLabs/c4ai-command-r7b-12-2024",
                              cohere("Cohere2", 4096, 32, 32, 8, 14336, **COMMAND_R7B)),
+    "minimax-m2-230b-a10b": Published("MiniMaxAI/MiniMax-M2", MINIMAX_M2),
     "smollm3-3b": Published("HuggingFaceTB/SmolLM3-3B", SMOLLM3, 3_075_098_624),
     "seed-oss-36b": Published("ByteDance-Seed/Seed-OSS-36B-Instruct", SEED_OSS, 36_151_104_512),
     # 50257 tokens, 2048 positions, in the paper; here padded, and more positions.

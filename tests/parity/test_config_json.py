@@ -83,6 +83,7 @@ MODELS = {
     "phi-3-mini": DENSE | WINDOW,
     "command-r-35b": DENSE | {"head_dim": 12},
     "command-r7b": DENSE | WINDOW | {"head_dim": 12, "base_num_decoder_layers": 5},
+    "minimax-m2-230b-a10b": SPARSE,
     "smollm3-3b": DENSE | {"base_num_decoder_layers": 5},
     "seed-oss-36b": DENSE,
     "gpt3-52k": DENSE | {"base_num_kv_heads": 4, "head_dim": 12, "trainable_position_size": 64},

@@ -47,6 +47,7 @@ BASES = {
     "phi3": "phi3",
     "cohere": "cohere",
     "cohere2": "cohere2",
+    "minimax_m2": "minimax_m2",
     "smollm3": "smollm3 listed",
     "seed_oss": "seed_oss",
     "gpt2": "gpt2",

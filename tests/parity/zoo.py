@@ -658,6 +658,23 @@ CASES = {
             "rope_theta": 50_000.0,
         },
     ),
+    "minimax_m2": case(
+        "MiniMaxM2", EXPERTS, rope(partial_rotary_factor=0.5), num_key_value_heads=1
+    ),
+    "minimax_m2 published": case(
+        "MiniMaxM2",
+        EXPERTS,
+        rope(theta=5e6, partial_rotary_factor=0.25),
+        num_experts_per_tok=3,
+        published={
+            "rope_parameters": ABSENT,
+            "rope_theta": 5e6,
+            "rotary_dim": 4,
+            "use_qk_norm": True,
+            "scoring_func": "sigmoid",
+            "qk_norm_type": "per_layer",
+        },
+    ),
     "smollm3": case("SmolLM3", num_hidden_layers=5),
     "smollm3 listed": case(
         "SmolLM3",
@@ -719,6 +736,7 @@ ONE_EACH = [
     "phi3 long",
     "cohere",
     "cohere2",
+    "minimax_m2",
     "smollm3",
     "seed_oss",
     "gpt2",
@@ -756,6 +774,7 @@ FAST = {
     "cohere",
     "cohere normed queries",
     "cohere2",
+    "minimax_m2",
     "smollm3",
     "seed_oss",
 }

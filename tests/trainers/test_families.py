@@ -59,6 +59,8 @@ FAMILIES = {
                "chunk_attn_window_size=5", "temperature_tuning=true", "use_qk_norm=true",
                "shared_experts=1"),
     "olmo3": (*WINDOW, *TWO_AND_ONE, "use_qk_norm=true"),
+    "minimax_m2": (*EXPERTS, "base_num_decoder_layers=2", "routed_bias=true", "use_qk_norm=true",
+                   "routed_bias_update_rate=0.25", "partial_rotary_factor=0.5"),
     "smollm3": ("base_num_decoder_layers=4", "nope_layer_interval=2"),
     "seed_oss": ("base_num_decoder_layers=2", "attention_bias=true"),
     "gpt3": ("base_num_decoder_layers=2", "trainable_position_size=16", "mlp_activations=[gelu]",

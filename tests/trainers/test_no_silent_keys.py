@@ -75,6 +75,7 @@ CONFIGURATIONS = {
     "llama4": HEADS | MOE | {"decoder_block": "llama4", "chunk_attn_window_size": 4},
     "deepseek without latents": HEADS | MOE | {"decoder_block": "deepseek", "routed_bias": "true"},
     "deepseek": LATENT | MOE | YARN | {"first_num_dense_layers": 1, "base_num_decoder_layers": 2},
+    "minimax_m2": HEADS | MOE | {"decoder_block": "minimax_m2", "use_qk_norm": "true"},
     "smollm3": HEADS | {"decoder_block": "smollm3", "base_num_decoder_layers": 2},
     "seed_oss": HEADS | {"decoder_block": "seed_oss"},
     "one expert": HEADS | {"decoder_block": "mixtral"},

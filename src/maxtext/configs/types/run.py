@@ -106,6 +106,7 @@ class RunInfo(Group):
         "olmo2-32b",
         "command-r-35b",
         "command-r7b",
+        "minimax-m2-230b-a10b",
         "smollm3-3b",
         "seed-oss-36b",
     ] = key(
