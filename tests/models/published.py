@@ -414,6 +414,23 @@ COMMAND_R7B = {
     "logit_scale": 0.25, "rope_theta": 50000.0, "sliding_window": 4096, "sliding_window_pattern": 4,
 }  # fmt: skip
 
+
+def glm4_moe(width: int, layers: int, mlp: int, expert: int, experts: int, **more: Any) -> Json:
+    return llama(width, layers, 96, 8, mlp, 151552) | {
+        "architectures": ["Glm4MoeForCausalLM"], "head_dim": 128, "attention_bias": True,
+        "use_qk_norm": False, "max_position_embeddings": 131072,
+        "moe_intermediate_size": expert, "n_routed_experts": experts, "num_experts_per_tok": 8,
+        "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "norm_topk_prob": True,
+        "num_nextn_predict_layers": 1,
+        "partial_rotary_factor": 0.5, "rope_theta": 1000000, "rope_scaling": None,
+        **more,
+    }  # fmt: skip
+
+
+GLM45 = glm4_moe(
+    5120, 92, 12288, 1536, 160,
+    first_k_dense_replace=3, routed_scaling_factor=2.5, use_qk_norm=True,
+)  # fmt: skip
 MINIMAX_M2 = llama(3072, 62, 48, 8, 1536, 200064) | {
     "architectures": ["MiniMaxM2ForCausalLM"], "head_dim": 128, "rms_norm_eps": 1e-6,
     "num_local_experts": 256, "num_experts_per_tok": 8, "scoring_func": "sigmoid",
@@ -600,6 +617,13 @@ PUBLISHED: dict[str, Published] = {
                                34_980_831_232),
     "command-r7b": Published("CohereLabs/c4ai-command-r7b-12-2024",
                              cohere("Cohere2", 4096, 32, 32, 8, 14336, **COMMAND_R7B)),
+    # Published totals of GLM include its MTP layer, and are rounded.
+    "glm4.5-355b-a32b": Published("zai-org/GLM-4.5", GLM45),
+    "glm4.5-106b-a12b": Published(
+        "zai-org/GLM-4.5-Air",
+        glm4_moe(4096, 46, 10944, 1408, 128, first_k_dense_replace=1, routed_scaling_factor=1.0),
+    ),
+    "glm4.6-355b-a32b": Published("zai-org/GLM-4.6", GLM45 | {"max_position_embeddings": 202752}),
     "minimax-m2-230b-a10b": Published("MiniMaxAI/MiniMax-M2", MINIMAX_M2),
     "smollm3-3b": Published("HuggingFaceTB/SmolLM3-3B", SMOLLM3, 3_075_098_624),
     "seed-oss-36b": Published("ByteDance-Seed/Seed-OSS-36B-Instruct", SEED_OSS, 36_151_104_512),

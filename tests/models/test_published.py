@@ -199,7 +199,8 @@ def test_active_weights(name):
 
 
 # Billions, as published; some publishers leave out the embedding, which is looked up and not
-# multiplied. Qwen3-Next's 3 is too round to compare.
+# multiplied. Qwen3-Next's 3, GLM-4.5-Air's 12
+# and MiniMax M2's 10 are too round to compare.
 ACTIVE = {
     "mixtral-8x7b": 12.9, "mixtral-8x22b": 39, "deepseek2-236b": 21, "qwen3-30b-a3b": 3.3,
     "qwen3-235b-a22b": 22,
@@ -208,7 +209,7 @@ ACTIVE = {
 }  # fmt: skip
 ACTIVE_BUT_EMBEDDING = {
     "deepseek2-16b": 2.4, "deepseek3-671b": 37, "kimi-k2-1t": 32, "gpt-oss-20b": 3.6,
-    "gpt-oss-120b": 5.1
+    "gpt-oss-120b": 5.1, "glm4.5-355b-a32b": 32,
 }  # fmt: skip
 
 

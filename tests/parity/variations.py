@@ -47,6 +47,7 @@ BASES = {
     "phi3": "phi3",
     "cohere": "cohere",
     "cohere2": "cohere2",
+    "glm4_moe": "glm4_moe",
     "minimax_m2": "minimax_m2",
     "smollm3": "smollm3 listed",
     "seed_oss": "seed_oss",

@@ -133,6 +133,15 @@ LLAMA4 = dict(
     attention_chunk_size=7,
     floor_scale=8,
 )
+GLM4_MOE = dict(
+    n_routed_experts=8,
+    num_experts_per_tok=3,
+    moe_intermediate_size=40,
+    first_k_dense_replace=1,
+    num_hidden_layers=3,
+    routed_scaling_factor=2.5,
+    num_nextn_predict_layers=0,
+)
 NO_HEAD_DIM = dict(head_dim=ABSENT)  # heads together are as wide as the model
 FACTORS = dict(
     short_factor=[1.0, 1.02, 1.1, 1.25, 1.5, 2.0], long_factor=[1.0, 1.2, 2.5, 5.5, 11.0, 23.5]
@@ -658,6 +667,29 @@ CASES = {
             "rope_theta": 50_000.0,
         },
     ),
+    "glm4_moe": case("Glm4Moe", GLM4_MOE, attention_bias=True, use_qk_norm=True),
+    "glm4_moe grouped": case(
+        "Glm4Moe",
+        GLM4_MOE,
+        rope(partial_rotary_factor=0.25),
+        n_group=4,
+        topk_group=2,
+        n_shared_experts=2,
+        norm_topk_prob=False,
+        first_k_dense_replace=0,
+    ),
+    "glm4_moe published": case(
+        "Glm4Moe",
+        GLM4_MOE,
+        rope(theta=1e6, partial_rotary_factor=0.5),
+        attention_bias=True,
+        published={
+            "rope_parameters": ABSENT,
+            "rope_theta": 1e6,
+            "rope_scaling": None,
+            "partial_rotary_factor": 0.5,
+        },
+    ),
     "minimax_m2": case(
         "MiniMaxM2", EXPERTS, rope(partial_rotary_factor=0.5), num_key_value_heads=1
     ),
@@ -736,6 +768,7 @@ ONE_EACH = [
     "phi3 long",
     "cohere",
     "cohere2",
+    "glm4_moe",
     "minimax_m2",
     "smollm3",
     "seed_oss",
@@ -774,6 +807,7 @@ FAST = {
     "cohere",
     "cohere normed queries",
     "cohere2",
+    "glm4_moe",
     "minimax_m2",
     "smollm3",
     "seed_oss",

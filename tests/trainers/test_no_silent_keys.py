@@ -75,6 +75,8 @@ CONFIGURATIONS = {
     "llama4": HEADS | MOE | {"decoder_block": "llama4", "chunk_attn_window_size": 4},
     "deepseek without latents": HEADS | MOE | {"decoder_block": "deepseek", "routed_bias": "true"},
     "deepseek": LATENT | MOE | YARN | {"first_num_dense_layers": 1, "base_num_decoder_layers": 2},
+    "glm4_moe": HEADS | MOE | {"decoder_block": "glm4_moe", "routed_bias": "true",
+                               "first_num_dense_layers": 1, "base_num_decoder_layers": 2},
     "minimax_m2": HEADS | MOE | {"decoder_block": "minimax_m2", "use_qk_norm": "true"},
     "smollm3": HEADS | {"decoder_block": "smollm3", "base_num_decoder_layers": 2},
     "seed_oss": HEADS | {"decoder_block": "seed_oss"},
@@ -203,8 +205,10 @@ ELSEWHERE = {
 # A key may repeat what a family does anyway. The one layer of this llama4 is chunked, that of
 # gpt_oss has a window.
 ALREADY = {
-    "norm_topk_prob": {"mixtral", "dense experts", "gemma4 experts", "deepseek that picks"},
-    "float32_gate_logits": {"deepseek", "deepseek without latents", "deepseek that picks"},
+    "norm_topk_prob": {"mixtral", "dense experts", "gemma4 experts", "deepseek that picks",
+                       "minimax_m2"},
+    "float32_gate_logits": {"deepseek", "deepseek without latents", "deepseek that picks",
+                            "glm4_moe"},
     "use_qk_norm": {"gemma3", "gemma4", "gemma4 experts", "qwen3_next", "qwen3_5 experts"},
     "use_post_attn_norm": {"olmo3"},
     "use_post_ffw_norm": {"olmo3"},

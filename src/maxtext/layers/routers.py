@@ -10,7 +10,8 @@ A router computes logits of all experts, scores from them, and selects the top k
 | Mixtral, Qwen3    | softmax         | normalise                                                  |
 | gpt-oss           | softmax_of_topk | bias="logits"                                              |
 | DeepSeek V2       | softmax         | scaling, groups with group_score="max"                     |
-| DeepSeek V3, Kimi | sigmoid         | bias="selection", normalise, scaling, groups (top2)        |
+| DeepSeek V3, GLM  | sigmoid         | bias="selection", normalise, scaling, groups (top2)        |
+| MiniMax M2        | sigmoid         | bias="selection", normalise                                |
 | Llama 4           | sigmoid         | the layer applies the weight to the experts' input         |
 | Gemma 4           | softmax         | input_norm_epsilon, normalise, expert_scale                |
 """

@@ -158,6 +158,7 @@ class DecoderBlockType(StrEnum):
     PHI3 = "phi3"
     COHERE = "cohere"
     COHERE2 = "cohere2"
+    GLM4_MOE = "glm4_moe"
     MINIMAX_M2 = "minimax_m2"
     SMOLLM3 = "smollm3"
     SEED_OSS = "seed_oss"
