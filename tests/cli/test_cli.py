@@ -1,6 +1,7 @@
 """The command as a person meets it."""
 
 import json
+import re
 import runpy
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import pytest
 import yaml
 
 from maxtext.cli.main import COMMANDS, main
+from maxtext.common import log
 from tests.configs.test_spec import ADDED_KEYS
 
 NUM_KEYS = 723 + sum(map(len, ADDED_KEYS.values()))  # published ones and our own
@@ -130,6 +132,14 @@ def test_status_counts_every_key(capsys):
     first, *rest = capsys.readouterr().out.splitlines()
     assert first.startswith(f"{NUM_KEYS} keys: ")
     assert sum(bool(line) and not line.startswith("#") for line in rest) == NUM_KEYS
+
+
+def test_warnings_before_the_log_is_set_up_have_its_format(capsys, monkeypatch):
+    monkeypatch.setattr(log.LOGGER, "handlers", [])
+    assert main(["config", "attention=cudnn_flash_te"]) == 0
+    warning = capsys.readouterr().err
+    assert re.fullmatch(r"\d\d:\d\d:\d\d WARNING attention=cudnn_flash_te is .*\n", warning)
+    assert not log.LOGGER.handlers
 
 
 @pytest.mark.parametrize("module", ["train", "decode", "train_compile", "standalone_dataloader"])

@@ -79,13 +79,13 @@ def explain(args: list[str]) -> int:
     path, overrides = positionals.split(args[1:])
     config = load(path, overrides)
     declared = declaration(key)
+    choices = ", ".join(choice or "(empty)" for choice in declared.choices)
     default = base_values() if key not in DerivedValues.model_fields else None
     lines = {
         "group": group_of(key).__name__,
         "meaning": declared.meaning,
-        "type": fields.describe(key),
+        "type": fields.describe(key) if not declared.choices else f"one of {choices}",
         "bounds": declared.bounds,
-        "choices": ", ".join(declared.choices),
         "needs": "; and ".join(need_of(need).requirement for need in declared.needs),
         "default": serialize.compact(getattr(default, key)) if default else "computed",
         "value": serialize.compact(getattr(config, key)),

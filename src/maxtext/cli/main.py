@@ -130,7 +130,10 @@ def run(args: list[str]) -> int:
         print(command_help(name, command), end="")
         return 0
     arguments = parse(name, command, rest)
-    with progress.working(f"maxtext {name} is starting"):  # the imports take seconds
+    from maxtext.common import log
+
+    # The imports take seconds.
+    with log.early_warnings(), progress.working(f"maxtext {name} is starting"):
         with signals.starting_service() if name == "serve" else contextlib.nullcontext():
             module = importlib.import_module(f"maxtext.cli.{arguments.module}")
         return module.run(arguments)

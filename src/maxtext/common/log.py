@@ -40,6 +40,12 @@ class ProcessFilter(logging.Filter):
 
 def configure(process_index: int = 0, process_count: int = 1, level: int = logging.INFO) -> None:
     """Set up the package's logger on standard error, replacing its handlers."""
+    LOGGER.handlers[:] = [build_handler(process_index, process_count)]
+    LOGGER.setLevel(level)
+    LOGGER.propagate = False
+
+
+def build_handler(process_index: int = 0, process_count: int = 1) -> logging.Handler:
     handler: logging.Handler
     if sys.stderr.isatty() and os.environ.get("TERM") != "dumb":
         from rich.console import Console
@@ -55,9 +61,26 @@ def configure(process_index: int = 0, process_count: int = 1, level: int = loggi
             OneLine("%(asctime)s %(levelname)s %(process_mark)s%(message)s", datefmt="%H:%M:%S")
         )
     handler.addFilter(ProcessFilter(process_index, process_count))
-    LOGGER.handlers[:] = [handler]
-    LOGGER.setLevel(level)
-    LOGGER.propagate = False
+    return handler
+
+
+class EarlyHandler(logging.Handler):
+    """Writes warnings in the format of the log before `configure`."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        build_handler().handle(record)  # rich is imported for a warning only
+
+
+@contextlib.contextmanager
+def early_warnings() -> Iterator[None]:
+    """Warnings inside the block have the format of the log, if nothing is configured yet."""
+    early = EarlyHandler(logging.WARNING)
+    if not LOGGER.handlers:
+        LOGGER.addHandler(early)
+    try:
+        yield
+    finally:
+        LOGGER.removeHandler(early)
 
 
 class OneLine(logging.Formatter):
