@@ -114,6 +114,7 @@ def test_matcher_accepts_tokens_up_to_the_last_of_a_bad_word():
     matcher = BadWordsMatcher([(1, 2, 3), (5,)], vocab_size=40)
     assert matcher.accept([1, 2]) == 2
     copied = matcher.copy()
+    assert copied.by_last is matcher.by_last  # of all choices of a request
     assert matcher.excluded_ids() == [3, 5]
     assert matcher.accept([3]) == 0
     assert matcher.accept([4, 3, 1, 2, 3, 9]) == 4

@@ -363,6 +363,10 @@ def test_from_config(settings, expected):
         (dict(logit_bias={5: 101}), "logit_bias of token 5 must be a number from -100 to 100"),
         (dict(logit_bias={5: float("nan")}), "logit_bias of token 5"),
         (dict(logit_bias=[5]), "logit_bias must be an object"),
+        (dict(logit_bias={5: 10**400}), "logit_bias of token 5"),
+        (dict(stop_token_ids=[5] * 1025), "stop_token_ids has 1025 tokens: 1024 are the most"),
+        (dict(allowed_token_ids=[5] * 262_145), "has 262145 tokens: 262144 are the most"),
+        (dict(bad_words=["x" * 512] * 65), "bad_words has 33280 characters: 32768 are the most"),
         (dict(min_tokens=-1), "min_tokens=-1 must be a whole number of at least 0"),
         (dict(n=0), "n=0 must be a whole number from 1 to 128"),
         (dict(n=1.5), "n must be a whole number, not 1.5"),
@@ -394,6 +398,16 @@ def test_rejects_invalid_values(fields, message):
 def test_rejects_values_that_no_array_can_hold(fields):
     with pytest.raises(RequestError, match=next(iter(fields))):
         SamplingParams(**({"temperature": 1.0} | fields))
+
+
+def test_many_tokens_are_converted_once_for_all_copies():
+    params = SamplingParams(logit_bias={7: 1.5, 10**30: -1}, allowed_token_ids=[3, 7, 3])
+    copied = params.with_valid(seed=5, max_new_tokens=2)
+    assert (copied.seed, copied.max_new_tokens, params.seed) == (5, 2, 0)
+    assert copied.token_arrays is params.token_arrays
+    biased, biases, allowed = copied.token_arrays
+    assert (biased.tolist(), biases.tolist()) == ([7, 2**31 - 1], [1.5, -1])
+    assert allowed.tolist() == [3, 7, 3]
 
 
 def test_tiny_top_p_keeps_the_most_likely_token():

@@ -5,6 +5,7 @@ the mask of the host, and the host keeps the tokens up to the first that is not 
 without bad words run the same programs as before.
 """
 
+import copy
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -60,9 +61,8 @@ class BadWordsMatcher:
         self.recent: TokenIds = ()  # the newest tokens of the completion
 
     def copy(self) -> "BadWordsMatcher":
-        grammar = self.grammar and self.grammar.copy()
-        copied = BadWordsMatcher(self.sequences, self.vocab_size, self.allowed_ids, grammar)
-        copied.recent = self.recent
+        copied = copy.copy(self)
+        copied.grammar = self.grammar and self.grammar.copy()
         return copied
 
     @property
@@ -110,7 +110,7 @@ class BadWordsMatcher:
 
 
 def ends_with(tokens: TokenIds, suffix: TokenIds) -> bool:
-    return not suffix or tokens[-len(suffix) :] == suffix
+    return not suffix or (tokens[-1:] == suffix[-1:] and tokens[-len(suffix) :] == suffix)
 
 
 TokenMatcher = GrammarMatcher | BadWordsMatcher

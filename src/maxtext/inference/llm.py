@@ -276,7 +276,7 @@ class LLM(AdapterMethods):
             if not isinstance(prompt, str):
                 prompt = [int(token) for token in np.atleast_1d(prompt)]
             seed = prompt_seed(params.seed, index)
-            requests.append(GenerationRequest(prompt, params.with_seed(seed), names[index]))
+            requests.append(GenerationRequest(prompt, params.with_valid(seed=seed), names[index]))
         if not requests:
             raise UserError("there are no prompts: give at least one")
         completions = sorted(self.completions(requests), key=lambda each: (each.index, each.choice))

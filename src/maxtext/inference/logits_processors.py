@@ -50,12 +50,13 @@ class ProcessorState:
         flags = np.zeros(vocab_size, np.uint8)
         flags[list(prompt_ids)] |= IN_PROMPT
         flags[[token for token in params.stop_token_ids if token < vocab_size]] |= ENDS_SEQUENCE
-        if params.allowed_token_ids is not None:
+        biased, biases, allowed = params.token_arrays
+        if allowed is not None:
             is_allowed = np.zeros(vocab_size, bool)
-            is_allowed[list(params.allowed_token_ids)] = True
+            is_allowed[allowed] = True
             flags[~is_allowed] |= EXCLUDED
         bias = np.zeros(vocab_size, np.float32)
-        bias[list(params.logit_bias)] = list(params.logit_bias.values())
+        bias[biased] = biases
         return cls(
             output_counts=np.bincount(
                 np.asarray(output_ids, np.int64), minlength=vocab_size

@@ -73,13 +73,15 @@ def prepare_request(
         raise RequestError(
             f"{NO_TOKENIZER}, so it cannot match `stop` texts: leave `stop` out", "stop"
         )
-    for name, token_ids in (
-        ("logit_bias", params.logit_bias),
-        ("allowed_token_ids", params.allowed_token_ids or ()),
-        ("stop_token_ids", params.stop_token_ids),
+    arrays = params.token_arrays
+    allowed_array = () if arrays.allowed is None else arrays.allowed
+    for name, token_ids, array in (
+        ("logit_bias", params.logit_bias, arrays.biased),
+        ("allowed_token_ids", params.allowed_token_ids or (), allowed_array),
+        ("stop_token_ids", params.stop_token_ids, params.stop_token_ids),
     ):
-        outside = next((token for token in token_ids if token >= config.vocab_size), None)
-        if outside is not None:
+        if len(array) and np.max(array) >= config.vocab_size:
+            outside = next(token for token in token_ids if token >= config.vocab_size)
             raise RequestError(
                 f"{name} has token {shorten(outside)}, which is outside the vocabulary, 0 to "
                 f"{config.vocab_size - 1}",
@@ -92,7 +94,7 @@ def prepare_request(
         )
     if not params.ignore_eos:
         stop_token_ids = (*params.stop_token_ids, *eos_ids)
-        params = replace(params, stop_token_ids=stop_token_ids)
+        params = params.with_valid(stop_token_ids=stop_token_ids)
     allowed_ids = params.allowed_token_ids
     if params.min_tokens and allowed_ids and set(allowed_ids) <= set(params.stop_token_ids):
         raise RequestError(

@@ -2,10 +2,13 @@
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from maxtext.configs.types import MaxTextConfig
 from maxtext.inference.logprobs import MAX_LOGPROBS
@@ -27,7 +30,9 @@ MAX_PENALTY = 2.0
 MAX_REPETITION_PENALTY = 1e6
 MAX_BIAS = 100.0
 MAX_STOP_TEXTS, MAX_STOP_LENGTH = 64, 1024
-MAX_BAD_WORDS = 1024
+MAX_BAD_WORDS, MAX_BAD_CHARACTERS = 1024, 1 << 15  # of all of them
+MAX_STOP_TOKENS = 1024
+MAX_ALLOWED_TOKENS = 1 << 18
 
 
 class SamplingMode(IntEnum):
@@ -36,6 +41,16 @@ class SamplingMode(IntEnum):
     GREEDY = 0
     CATEGORICAL = 1
     TRUNCATED = 2
+
+
+class TokenArrays(NamedTuple):
+    """Fields of a request that may have many tokens, for numpy. Ids are int32; larger ones, which
+    no vocabulary has, are the largest number of that type.
+    """
+
+    biased: np.ndarray
+    biases: np.ndarray  # float32, of each of them
+    allowed: np.ndarray | None
 
 
 @dataclass(frozen=True)
@@ -125,12 +140,16 @@ class SamplingParams:
             check_bool(name, getattr(self, name))
         stop = check_texts("stop", self.stop, MAX_STOP_TEXTS, MAX_STOP_LENGTH)
         object.__setattr__(self, "stop", stop)
-        ids = check_token_ids("stop_token_ids", self.stop_token_ids)
+        ids = check_token_ids("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKENS)
         object.__setattr__(self, "stop_token_ids", ids)
         words = check_texts("bad_words", self.bad_words, MAX_BAD_WORDS, MAX_STOP_LENGTH)
+        if (size := sum(map(len, words))) > MAX_BAD_CHARACTERS:
+            raise RequestError(
+                f"bad_words has {size} characters: {MAX_BAD_CHARACTERS} are the most", "bad_words"
+            )
         object.__setattr__(self, "bad_words", words)
         if self.allowed_token_ids is not None:
-            ids = check_token_ids("allowed_token_ids", self.allowed_token_ids)
+            ids = check_token_ids("allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED_TOKENS)
             if not ids:
                 raise RequestError(
                     "allowed_token_ids is empty: name at least one token, or leave it out",
@@ -156,11 +175,24 @@ class SamplingParams:
         temperature = config.decode_sampling_temperature
         return cls(temperature=temperature, top_k=top_k, top_p=top_p, **overrides)
 
-    def with_seed(self, seed: int) -> "SamplingParams":
-        """The same with another seed of 64 bits, without checking all fields again."""
+    def with_valid(self, **fields: Any) -> "SamplingParams":
+        """The same with other values of some fields, which are known to be valid: without checking
+        all fields again, which may have many tokens.
+        """
+        if self.logit_bias or self.allowed_token_ids:
+            _ = self.token_arrays  # which the copy shares
         params = copy.copy(self)
-        object.__setattr__(params, "seed", seed)
+        for name, value in fields.items():
+            object.__setattr__(params, name, value)
         return params
+
+    @cached_property
+    def token_arrays(self) -> TokenArrays:
+        """Do not change logit_bias or allowed_token_ids `with_valid`."""
+        biases = np.array(list(self.logit_bias.values()), np.float32)
+        allowed = self.allowed_token_ids
+        allowed_ids = None if allowed is None else as_int32(allowed)
+        return TokenArrays(as_int32(self.logit_bias), biases, allowed_ids)
 
     @property
     def mode(self) -> SamplingMode:
@@ -180,3 +212,8 @@ class SamplingParams:
             or self.min_tokens
             or self.allowed_token_ids is not None
         )
+
+
+def as_int32(token_ids: Iterable[int]) -> np.ndarray:
+    limit = np.iinfo(np.int32).max
+    return np.array([min(token, limit) for token in token_ids], np.int32)

@@ -53,9 +53,9 @@ class EngineSession:
                 request_id, choice, prepared.original, request, self.tokenizer
             )
             self.sequences[request_id].add(sequence_id)
-            params = replace(request.params, seed=seed)
+            params = request.params.with_valid(seed=seed)
             if choice > 0:  # all have the same prompt
-                params = replace(params, prompt_logprobs=None)
+                params = params.with_valid(prompt_logprobs=None)
             self.engine.add_request(
                 sequence_id,
                 replace(request, params=params),

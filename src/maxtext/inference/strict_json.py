@@ -87,16 +87,12 @@ class JsonReader:
         """Raises RequestError for lists and objects nested more than `max_depth` levels deep."""
         if self.max_depth is None:
             return
-        level = [value]
-        for _ in range(self.max_depth + 1):
-            containers = [each for each in level if isinstance(each, dict | list)]
-            if not containers:
+        level = [value] if isinstance(value, dict | list) else []
+        for _ in range(self.max_depth):
+            items = [each.values() if isinstance(each, dict) else each for each in level]
+            level = [item for each in items for item in each if isinstance(item, dict | list)]
+            if not level:
                 return
-            level = [
-                item
-                for container in containers
-                for item in (container.values() if isinstance(container, dict) else container)
-            ]
         raise self.nested_too_deeply()
 
     def nested_too_deeply(self) -> RequestError:

@@ -84,8 +84,13 @@ def check_texts(name: str, value: Any, max_count: int, max_length: int) -> tuple
     return tuple(texts)
 
 
-def check_token_ids(name: str, value: Any) -> tuple[int, ...]:
+def check_token_ids(name: str, value: Any, max_count: int | None = None) -> tuple[int, ...]:
+    """A list of token ids as a tuple. Raises RequestError if there are too many."""
     is_list = isinstance(value, list | tuple)
+    if is_list and max_count is not None and len(value) > max_count:
+        raise RequestError(f"{name} has {len(value)} tokens: {max_count} are the most", name)
+    if is_list and set(map(type, value)) <= {int} and min(value, default=0) >= 0:
+        return tuple(value)  # as of JSON, and fast
     if not is_list or not all(map(is_id, value)):
         raise RequestError(f"{name} must be a list of token ids, not {shorten(value)}", name)
     return tuple(int(token) for token in value)
@@ -104,11 +109,7 @@ def check_logit_bias(name: str, value: Any, limit: float) -> dict[int, float]:
         is_text = isinstance(token, str) and token.isascii() and token.isdigit()
         if not is_text and not is_id(token):
             raise RequestError(f"{name} has the key {shorten(token)}, which is no token id", name)
-        if (
-            isinstance(bias, bool)
-            or not isinstance(bias, Real)
-            or not -limit <= float(bias) <= limit
-        ):
+        if not is_number_up_to(bias, limit):
             raise RequestError(
                 f"{name} of token {shorten(token)} must be a number from {-limit:g} to {limit:g}, "
                 f"not {shorten(bias)}",
@@ -120,3 +121,9 @@ def check_logit_bias(name: str, value: Any, limit: float) -> dict[int, float]:
 
 def is_id(value: Any) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 0
+
+
+def is_number_up_to(value: Any, limit: float) -> bool:
+    """Whether a value is a number from -limit to limit. An integer may have any size."""
+    is_number = isinstance(value, int | float | Real) and not isinstance(value, bool)
+    return is_number and not value < -limit and not value > limit and value == value

@@ -21,6 +21,29 @@ def body(path, text):
     return {"prompt": text} | ({} if path == "/tokenize" else options)
 
 
+@pytest.mark.parametrize(
+    "fields", [{"allowed_token_ids": [5] * 1000}, {"bad_words": ["w5"]}, {"metadata": "x" * 1000}]
+)
+def test_long_fields_of_a_short_prompt_are_checked_in_a_thread(
+    llm, few_programs, monkeypatch, fields
+):
+    monkeypatch.setattr(preparation, "MAX_SHORT_BODY", 1000)
+    with run_server(llm) as (model, url):
+        threads, prepare = [], model.engine.prepare
+
+        def record(request):
+            threads.append(threading.current_thread().name)
+            return prepare(request)
+
+        monkeypatch.setattr(model.engine, "prepare", record)
+        for more in ({}, fields):
+            body = {"prompt": "w5", "max_tokens": 1, **more}
+            assert httpx.post(f"{url}/v1/completions", json=body).status_code == 200
+    in_loop, in_pool = threads
+    assert "prepare" not in in_loop
+    assert "prepare" in in_pool
+
+
 @pytest.mark.parametrize("path", PATHS)
 def test_long_texts_delay_no_short_request(llm, few_programs, monkeypatch, path):
     """More of them than the threads of asyncio's pool, and one more than their queue takes."""

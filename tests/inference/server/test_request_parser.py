@@ -65,8 +65,10 @@ def parser():
         (b'{"a": NaN}', "NaN"),
         (b'{"a": 1e999}', "too large"),
         (b'{"a": "\\ud800"}', "surrogate"),
-        (b"[" * 100_000, "nested too deeply"),
+        (b"[" * 100_000, "more than 128 levels deep"),
+        (b'{"a": ' + b'[{"b":' * 64 + b"0" + b"}]" * 64 + b"}", "nested more than 128 levels"),
         (b'{"a": ' + b"9" * 5000 + b"}", "too many digits"),
+        (b'{"a": {"b": 1, "b": 1}}', "twice"),
         (b'{"a": [' + b"{}," * 100_000 + b"{}]}", "more than 100000 lists and objects"),
         (b"{" + b",".join(b'"%d": 0' % n for n in range(1001)) + b"}", "1001 fields"),
     ],
@@ -84,6 +86,7 @@ LONG_LIST = [0] * 40_000  # 80 kB
     [
         '[{"\\\\" [' * 30_000,  # brackets, quotes and backslashes
         ["[" * 99_990, '"', "[" * 100],
+        json.loads("[" * 127 + "]" * 127),
         [[]] * 99_990,
         {"\\": "{" * 200_000},
         "\U0001f98a\\ud83e",
@@ -239,6 +242,25 @@ def test_too_long_names_both_numbers(parser):
     assert caught.value.code == "context_length_exceeded"
     body = {"prompt": "x" * 35, "max_tokens": 6, "truncate_prompt_tokens": 3}
     assert parser.completion(body).requests[0].prompt == [120] * 3
+
+
+def test_deep_arguments_of_a_call_are_refused():
+    """They are JSON in a text, which templates see as an object."""
+    for depth, is_refused in ((128, False), (129, True)):
+        call = {"function": {"name": "f", "arguments": '{"a":' * depth + "0" + "}" * depth}}
+        body = {"messages": [{"role": "assistant", "tool_calls": [call]}]}
+        if is_refused:
+            with pytest.raises(RequestError, match="nested more than 128 levels deep"):
+                parse_messages(body)
+        else:
+            parse_messages(body)
+
+
+def test_prompts_share_what_a_request_says_about_many_tokens(parser):
+    """A thousand prompts with 100,000 biases take their memory and time once."""
+    body = {"prompt": ["a", "b", "c"], "logit_bias": {str(token): 1 for token in range(1000)}}
+    arrays = {id(each.params.token_arrays) for each in parser.completion(body).requests}
+    assert len(arrays) == 1
 
 
 def test_long_text_is_refused_without_its_tokens(parser):

@@ -274,7 +274,7 @@ class Endpoints:
             parsed = parse(body)
             return parsed, [] if has_grammar(parsed) else prepare(parsed)
 
-        if has_long_preparation(body):
+        if pool is not self.pools.short or has_long_preparation(body):
             parsed, prepared = await pool.run(parse_and_prepare)
         else:
             parsed, prepared = parse_and_prepare()
@@ -374,12 +374,14 @@ class Endpoints:
 
 
 def has_long_preparation(body: Body) -> bool:
-    """Whether to parse a request in a thread: a chat template is a program, and long texts take a
-    while to tokenize. For short prompts the thread would take longer.
+    """Whether to parse a request with a short body in a thread: a chat template is a program, and
+    long texts and bad words take a while to tokenize. For short prompts the thread would take
+    longer.
     """
     prompt = body.get("prompt")
     return (
         "messages" in body
+        or "bad_words" in body
         or not isinstance(prompt, str | list)
         or len(prompt) > MAX_SHORT_PROMPT
         or (isinstance(prompt, list) and not isinstance(next(iter(prompt), None), int))

@@ -11,7 +11,8 @@ from maxtext.inference.strict_json import JsonReader
 from maxtext.inference.validation import RequestError, check_bool, shorten
 
 Body = Mapping[str, Any]
-READER = JsonReader("the body")
+MAX_DEPTH = 128  # of lists and objects in each other, for recursive functions
+READER = JsonReader("the body", has_unique_keys=True, max_depth=MAX_DEPTH)
 REASONING_NAMES = ("reasoning_content", "reasoning", "thinking")  # of a message
 
 
@@ -115,4 +116,5 @@ def parse_call(call: Any) -> Any:
         arguments = json.loads(function.get("arguments") or "{}")
     except (TypeError, ValueError, RecursionError):
         return call
+    JsonReader("the arguments of a call", max_depth=MAX_DEPTH).check_depth(arguments)
     return {**call, "function": {**function, "arguments": arguments}}

@@ -110,16 +110,17 @@ class RequestParser:
                 token_ids.append(self.encode(each, adds_specials, count))
             else:
                 token_ids.append(each if count is None else each[-count:])
-        fields["prompt_logprobs"] = num_prompt_logprobs
+        params = SamplingParams(**fields, prompt_logprobs=num_prompt_logprobs)
         requests = []
         for index, ids in enumerate(token_ids):
             default = min(DEFAULT_MAX_TOKENS, self.remaining(ids))
             max_tokens = self.max_tokens(body, len(ids), default, int(not echo))
             if echo and (logprobs is not None or not max_tokens):
-                fields["prompt_logprobs"] = max(logprobs or 0, num_prompt_logprobs or 0)
-            seed = prompt_seed(fields["seed"], index)
-            params = SamplingParams(**fields | {"max_new_tokens": max_tokens, "seed": seed})
-            requests.append(self.generation_request(body, ids, params))
+                count = max(logprobs or 0, num_prompt_logprobs or 0)
+                params = params.with_valid(prompt_logprobs=count)
+            seed = prompt_seed(params.seed, index)
+            own_params = params.with_valid(max_new_tokens=max_tokens, seed=seed)
+            requests.append(self.generation_request(body, ids, own_params))
         echoes = tuple(
             each
             if isinstance(each, str) and "truncate_prompt_tokens" not in body

@@ -149,7 +149,7 @@ class GroupSampler:
             sample_seed(self.config.data_shuffle_seed, step, index, number)
             for number in range(self.config.num_generations)
         ]
-        return [GenerationRequest(prompt.ids, params.with_seed(seed)) for seed in seeds]
+        return [GenerationRequest(prompt.ids, params.with_valid(seed=seed)) for seed in seeds]
 
 
 def read_prompts(batch: Batch) -> list[Prompt]:
