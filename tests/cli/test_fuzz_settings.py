@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from maxtext.cli.compile import load_for_target
 from maxtext.cli.main import main
-from maxtext.cli.targets import load_for_target
 from maxtext.common.errors import UserError
 from maxtext.configs import fields, ledger
 from maxtext.models.transformer import make_template

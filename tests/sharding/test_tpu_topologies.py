@@ -23,7 +23,7 @@ pytestmark = [
 SCRIPT = """
 import json, sys
 from maxtext.cli.estimate import to_json, show
-from maxtext.cli.targets import load_for_target
+from maxtext.cli.compile import load_for_target
 from maxtext.trainers.memory.estimate import estimate_memory, suggest_plans
 
 config, target = load_for_target(None, sys.argv[3:], sys.argv[1], int(sys.argv[2]))

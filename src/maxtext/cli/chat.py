@@ -54,7 +54,7 @@ def run(arguments: Arguments) -> int:
     if arguments["--server"] is None:
         conversation = load_conversation(arguments)
     else:
-        from maxtext.cli.chat_server import connect
+        from maxtext.cli.conversation import connect
 
         conversation = connect(arguments)
     interactive = sys.stdin.isatty() and sys.stdout.isatty()

@@ -107,6 +107,7 @@ OUT  a new folder, or one to continue
 MODEL, DATA  the teacher and the training data, as in `maxtext sft`
 steps=N  batches to write; fewer if the data ends
 """,
+                module="train",
             )
         },
     ),
@@ -305,17 +306,14 @@ multi_sampling=true  also several samples of one prompt
                 options=options.DATA_PREPARE,
                 help="tokenize the training documents into ArrayRecord files; an interrupted run "
                 "resumes",
-                module="data_prepare",
             ),
             "throughput": Form(
                 help="load `steps` batches as training would, and report the speed",
-                module="data_throughput",
             ),
             "index": Form(
                 "FILES ...",
                 options.DATA_INDEX,
                 help="write the index of tokenized .npy files for dataset_type=olmo_grain",
-                module="data_prepare",
             ),
         },
     ),

@@ -9,7 +9,7 @@ from typing import Any
 
 from maxtext.cli import positionals
 from maxtext.cli.arguments import Arguments
-from maxtext.cli.targets import load_for_target
+from maxtext.cli.compile import load_for_target
 from maxtext.common.hardware import format_bytes
 from maxtext.configs.types import MaxTextConfig
 from maxtext.trainers.memory.estimate import (

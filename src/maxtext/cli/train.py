@@ -1,4 +1,6 @@
-"""`maxtext train`, `sft`, `dpo`, `orpo`, `distill` and `grpo`: training from a configuration."""
+"""`maxtext train`, `sft`, `dpo`, `orpo`, `distill` and `grpo`: training from a configuration; and
+`maxtext distill-logits`.
+"""
 
 import logging
 import os
@@ -13,9 +15,10 @@ from maxtext.common.errors import ConfigError, UserError, as_config_error
 from maxtext.common.files import local_path
 from maxtext.common.hub import find_folder
 from maxtext.common.supervise import die_with_launcher
-from maxtext.configs import sources
+from maxtext.configs import ledger, sources
 from maxtext.configs.load import base_values, peek_setting
-from maxtext.configs.startup import process_settings
+from maxtext.configs.provenance import Setting, Source
+from maxtext.configs.startup import configure_process, process_settings
 from maxtext.configs.types import MaxTextConfig
 
 if TYPE_CHECKING:
@@ -26,6 +29,8 @@ SAMPLE_TOKENS = 300
 
 def run(arguments: Arguments) -> int:
     method, args = arguments.command, arguments.all_words
+    if method == "distill-logits":
+        return write_teacher_logits(arguments)
     if method == "train":
         return train_run(*positionals.split(args), command=["train", *args])
     return run_method(method, args)
@@ -189,3 +194,31 @@ def open_model_checkpoint(path: str | None, overrides: sources.Layer) -> "Checkp
     with as_config_error():
         token = peek_setting("hf_access_token", path, overrides, os.environ)
         return open_checkpoint(find_folder(folder, token))
+
+
+def write_teacher_logits(arguments: Arguments) -> int:
+    """`maxtext distill-logits`: the largest logits of a teacher, for offline_data_dir."""
+    from maxtext.models.configuration import load
+
+    words = arguments.all_words
+    if not words or "=" in words[0]:
+        raise ConfigError(f"name a folder for the logits: {arguments.usage}")
+    folder = local_path(words[0])
+    path, overrides = positionals.split(words[1:])
+    path = path or str(sources.HERE / "distill.yml")
+    layer = sources.from_overrides(overrides)
+    # A frozen model needs no weights wider than what it computes in.
+    dtype = peek_setting("dtype", path, layer, os.environ) or base_values().dtype.value
+    layer.setdefault("weight_dtype", Setting(dtype, Source("derived")))
+    checkpoint = open_model_checkpoint(path, layer)
+    config = load(path, layer, model=checkpoint.model_layer if checkpoint else None)
+    ledger.refuse_unsupported_model(config, base_values())
+    check_has_data(config)
+    configure_process(config)
+    from maxtext.trainers.methods.distillation.write_logits import write_logits
+
+    num_parts, num_rows = write_logits(config, folder, arguments["--top-k"], checkpoint)
+    wrote = f"wrote {num_rows} rows in {num_parts} parts to"
+    print(f"{wrote if num_parts else 'nothing was missing in'} {folder}")
+    print(f"train on it with\noffline_data_dir={folder}")
+    return 0

@@ -6,7 +6,6 @@ from maxtext.configs.rules import (
     checkpointing,
     data,
     declared,
-    diagnostics,
     distillation,
     fine_tuning,
     inference,
@@ -14,10 +13,8 @@ from maxtext.configs.rules import (
     moe,
     multimodal,
     parallelism,
-    positions,
     rl,
     run,
-    training,
 )
 from maxtext.configs.rules.rule import DERIVED_RULES, RANGES, RULES
 from maxtext.configs.types import MaxTextConfig, Settings
