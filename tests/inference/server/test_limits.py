@@ -339,6 +339,39 @@ def test_pipelined_requests_have_responses_in_order():
     assert re.findall("<(.*?)>", received) == [*paths, "/end"]
 
 
+@pytest.mark.parametrize("part", [1, 7, 1000])
+def test_offered_protocol_is_ignored(part):
+    """Java's client offers HTTP/2 with each request. A parser that follows it drops the body."""
+    offer = "Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAA\r\n"
+    chunks = "Transfer-Encoding: chunked\r\n\r\n2\r\na \r\n4\r\nbody\r\n0\r\n\r\n"
+
+    async def echo_body(scope, receive, send):
+        body, more = scope["method"].encode() + b":", True
+        while more:
+            message = await receive()
+            body, more = body + message.get("body", b""), message.get("more_body", False)
+        headers = [(b"content-length", str(len(body) + 2).encode())]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": b"<" + body + b">"})
+
+    requests = "".join(
+        [
+            f"POST / HTTP/1.1\r\nHost: x\r\n{offer}Content-Length: 6\r\n\r\na body",
+            f"POST / HTTP/1.1\r\nHost: x\r\n{offer}{chunks}",
+            f"GET / HTTP/1.1\r\nHost: x\r\n{offer}\r\n",
+            "POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{}",
+            f"POST / HTTP/1.1\r\nHost: x\r\n{offer}Content-Length: 0\r\n\r\n",
+            "GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n",
+        ]
+    ).encode()
+    parts = [requests[start : start + part] for start in range(0, len(requests), part)]
+    with serve(echo_body) as address:
+        received = exchange(address, *parts).decode()
+    assert re.findall("<(.*?)>", received) == [
+        *("POST:a body", "POST:a body", "GET:", "POST:{}", "POST:", "GET:")
+    ]
+
+
 def test_client_that_does_not_read(monkeypatch):
     monkeypatch.setattr(http_protocol, "STALL_SECONDS", 0.2)
     app = LargeApp()

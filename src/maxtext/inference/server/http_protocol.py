@@ -5,8 +5,10 @@ uvicorn itself waits for heads and bodies of requests, and for readers of respon
 
 import asyncio
 import re
+import sys
 from typing import Any
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from maxtext.inference.server.errors import ApiError
@@ -38,6 +40,9 @@ class LimitedProtocol(HttpToolsProtocol):
         self.num_head_bytes = 0
         self.refusal = ApiError(400, "this is no valid HTTP request")
         self.running: Any = None  # the cycle of the response in progress; `cycle` is the newest
+        # The parser stops at a head with Upgrade, see `_unsupported_upgrade_warning`.
+        self.data = b""  # that it was given
+        self.is_at_upgrade = False
         self.num_discarded: int | None = None  # bytes after the last response; None: before it
 
     def connection_made(self, transport: Any) -> None:
@@ -66,11 +71,28 @@ class LimitedProtocol(HttpToolsProtocol):
             if self.num_discarded > MAX_LINGER_BYTES:
                 self.transport.abort()
             return
+        self.data = data
         super().data_received(data)
         if self.in_head:
             self.num_head_bytes += len(data)
             if self.num_head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
                 self.refuse(self.head_too_large())
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """uvicorn calls it in its handler of HttpParserUpgrade: the parser has stopped at a head
+        with Upgrade, without its body. Java's client so offers HTTP/2. As RFC 9110 says, the
+        request goes on in HTTP/1.1: another parser, whose head has the same length of the body,
+        gets the rest.
+        """
+        error = sys.exc_info()[1]
+        assert isinstance(error, httptools.HttpParserUpgrade), "uvicorn has caught it"
+        rest = self.data[error.args[0] :]
+        names = (b"content-length", b"transfer-encoding")
+        lengths = [name + b": " + value for name, value in self.headers if name in names]
+        self.parser = httptools.HttpRequestParser(BodyCallbacks(self))
+        self.is_at_upgrade = False
+        self.parser.feed_data(b"\r\n".join([b"POST / HTTP/1.1", *lengths, b"", b""]))
+        self.data_received(rest)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -83,6 +105,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self.refusal = refusal
             raise ValueError("the head is refused")  # the parser stops, see send_400_response
         self.in_head = False
+        self.is_at_upgrade = self.parser.should_upgrade()
         self.start_request_timer(BODY_SECONDS)
         super().on_headers_complete()
         cycle: Any = self.cycle
@@ -96,6 +119,8 @@ class LimitedProtocol(HttpToolsProtocol):
         super()._start_asgi_task(cycle, app)
 
     def on_message_complete(self) -> None:
+        if self.is_at_upgrade:
+            return  # the body comes
         if self.request_timer is not None:
             self.request_timer.cancel()
         super().on_message_complete()
@@ -188,6 +213,35 @@ class LimitedProtocol(HttpToolsProtocol):
             self.transport.abort()
         else:
             self.start_write_timer()
+
+
+class BodyCallbacks:
+    """Callbacks of a parser that begins with the body of a request, whose head is known."""
+
+    def __init__(self, protocol: LimitedProtocol):
+        self.protocol = protocol
+        self.on_body = protocol.on_body
+        self.is_first = True
+
+    def on_message_begin(self) -> None:
+        if not self.is_first:
+            self.protocol.on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        if not self.is_first:
+            self.protocol.on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self.is_first:
+            self.protocol.on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        if not self.is_first:
+            self.protocol.on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        self.is_first = False
+        self.protocol.on_message_complete()
 
 
 class ResponseTransport:
