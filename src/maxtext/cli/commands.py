@@ -43,7 +43,7 @@ COMMANDS = {
         method(),
     ),
     "orpo": Command(
-        "the same by ORPO, without a reference model",
+        "train a model on the same pairs by ORPO, without a reference model",
         "maxtext orpo ~/models/Qwen3-0.6B pairs.jsonl steps=500",
         method(),
     ),
@@ -52,32 +52,32 @@ COMMANDS = {
         "maxtext distill ~/models/Qwen3-0.6B ~/models/Qwen3-8B texts.jsonl",
         method(
             """\
-STUDENT  its folder (load_parameters_path)
+STUDENT  the student's folder (load_parameters_path)
 TEACHER  the teacher, with the same tokenizer (teacher_overrides.load_parameters_path)
 DATA  files, folders or globs, as in `maxtext sft`
-teacher_overrides.KEY=VALUE  any other key of the teacher alone
+teacher_overrides.KEY=VALUE  any other key, for the teacher only
 distill_alpha=A  weight of the teacher's logits, 0 to 1
-distill_temperature=T  of both softmaxes
-use_gkd=true  learn from completions that the student samples
-offline_data_dir=DIR  instead of a teacher: its logits, written before
+distill_temperature=T  temperature of both softmaxes
+use_gkd=true  train on completions that the student samples
+offline_data_dir=DIR  precomputed logits, instead of a teacher
 FILE  default: the preset distill
 """,
             "[FILE] [STUDENT] [TEACHER] [DATA ...] [key=value ...]",
         ),
     ),
     "grpo": Command(
-        "train a model on rewards of completions that it samples",
+        "train a model by reinforcement: it samples completions, and rewards score them",
         "maxtext grpo ~/models/Qwen3-0.6B problems.jsonl num_batches=200",
         method(
             FINE_TUNING
             + """\
-num_generations=G  completions of each prompt
-loss_algo=gspo-token  ratios of sequences instead of tokens
+num_generations=G  completions per prompt
+loss_algo=gspo-token  ratios per sequence instead of per token
 """
         ),
     ),
     "evaluate": Command(
-        "sample responses to problems, and report how many are right",
+        "sample responses to problems, and report how many are correct",
         "maxtext evaluate ~/models/Qwen3-0.6B problems.jsonl num_eval_passes=8",
         {
             "": Form(
@@ -88,15 +88,15 @@ loss_algo=gspo-token  ratios of sequences instead of tokens
 DATA  files of problems (grain_eval_files=FILES)
 num_eval_passes=K  responses to each problem; pass@k for k = 1, 2, 4 … up to K
 eval_sampling_strategy=NAME  greedy, standard, liberal or an entry of generation_configs
-eval_mode=pass|maj|pass_at_1  any response is right, the most frequent one is, or the share
-eval_make_lst=true  write the problems that are answered wrong to evaluation.jsonl
-FILE  default: the preset evaluate; that of a grpo run works, too
+eval_mode=pass|maj|pass_at_1  correct is any response, the most frequent one, or the share
+eval_make_lst=true  write the problems with incorrect answers to evaluation.jsonl
+FILE  default: the preset evaluate; the file of a grpo run also works
 """,
             )
         },
     ),
     "distill-logits": Command(
-        "write the largest logits of a teacher over training data, to distill from later",
+        "write a teacher's largest logits for training data, to distill from later",
         "maxtext distill-logits --top-k 128 logits ~/models/Qwen3-8B texts.jsonl",
         {
             "": Form(
@@ -137,7 +137,7 @@ prompt=TEXT  with use_chat_template=true, a user message
 max_target_length=N  length of prompt and completion, in tokens
 decode_sampling_strategy=NAME  greedy, weighted, topk, nucleus or composite
 multi_sampling=true  per_device_batch_size completions
-return_log_prob=true  print the log probability of each token
+return_log_prob=true  print the log-probability of each token
 """,
             )
         },
@@ -191,15 +191,15 @@ key=value  any key of base.yml
 {LOCAL_MODEL}\
 key=value  any key of base.yml; per_device_batch_size requests run at a time, with max_target_length
            tokens each
---max-model-len N, ...  flags of vLLM stand for keys, such as max_target_length; one without a
-           meaning here is refused with the key to use
+--max-model-len N, ...  vLLM's flags set the corresponding keys, such as max_target_length; a flag
+           that has no equivalent is refused with a hint
 """,
             )
         },
         takes_file=False,
     ),
     "eval": Command(
-        "evaluate a model: perplexity, lm-eval's tasks, benchmarks of the system",
+        "evaluate a model: perplexity, lm-eval's tasks, system benchmarks",
         "maxtext eval ~/models/Qwen3-0.6B --tasks arc_easy,hellaswag --json scores.json",
         {
             "": Form(
@@ -215,26 +215,26 @@ key=value  any key of base.yml, such as max_target_length
         takes_file=False,
     ),
     "bench": Command(
-        "measure the speed of prefill and decode, or the latencies of a server under load",
+        "measure the speed of prefill and decode, or a server's latency under load",
         "maxtext bench inference model_name=qwen3-0.6b per_device_batch_size=4\n"
         "         maxtext bench serve --streams 64 --prompt-tokens 64-1024 --plot load.png",
         {
             "inference": Form(
-                help="the model and what to measure",
+                help="measure a model on this machine",
                 rows="""\
 load_parameters_path=DIR  the model
-model_name=NAME  or its sizes, with random weights
+model_name=NAME  instead: a named model with random weights
 per_device_batch_size=N  batch sizes 1, 2, 4 … N per device
 inference_microbenchmark_prefill_lengths=64,1024  prompt lengths
 inference_microbenchmark_stages=prefill,generate  stages to measure
 inference_microbenchmark_log_file_path=FILE  write the results as JSON
-multi_sampling=true  also several samples of one prompt
+multi_sampling=true  also sample one prompt several times
 """,
             ),
             "serve": Form(
                 "",
                 options.BENCH_SERVE,
-                help="requests to a server with OpenAI's API",
+                help="send requests to a server with OpenAI's API",
                 module="bench_serve",
             ),
         },
@@ -246,23 +246,23 @@ multi_sampling=true  also several samples of one prompt
             "from_hf": Form(
                 "DIR OUT",
                 options.CONVERT,
-                help="safetensors, config.json and tokenizer of a supported family to native "
-                "weights by layer, with config.yml",
+                help="convert safetensors, config.json and tokenizer of a supported family to "
+                "native weights by layer, with config.yml",
             ),
             "to_hf": Form(
                 "CHECKPOINT OUT",
                 options.TO_HF,
-                help="a checkpoint to a Hugging Face folder, with the assets that came with it",
+                help="convert a checkpoint to a Hugging Face folder, with its assets",
             ),
             "params-only": Form(
                 "CHECKPOINT OUT",
                 options.CONVERT,
-                help="the newest weights of a training checkpoint (a run's folder, its "
+                help="extract the newest weights of a training checkpoint (a run's folder, its "
                 "checkpoints, or one step) without the optimizer state, with config.yml",
             ),
             "merge-adapter": Form(
                 "BASE ADAPTER OUT",
-                help="a PEFT adapter merged into its base, as a folder of the base's kind",
+                help="merge a PEFT adapter into its base; OUT is a folder of the same kind",
             ),
         },
         takes_file=False,
@@ -274,9 +274,9 @@ multi_sampling=true  also several samples of one prompt
             "": Form(options=options.CONFIG),
             "explain": Form(
                 "KEY [FILE] [key=value ...]",
-                help="meaning, type, bounds, needs, default, source, and whether the key acts",
+                help="show meaning, type, bounds, needs, default, source, and whether the key acts",
             ),
-            "status": Form("", help="which keys act, which do not, and why"),
+            "status": Form("", help="list which keys act, which do not, and why"),
         },
     ),
     "inspect": Command(
@@ -298,8 +298,8 @@ multi_sampling=true  also several samples of one prompt
         {
             "inspect": Form(
                 options=options.DATA_INSPECT,
-                help="decoded batches, one colour per segment, or in fine-tuning one for tokens "
-                "that are trained on, and packing efficiency; needs no device",
+                help="show decoded batches (one colour per segment, in fine-tuning one for tokens "
+                "that are trained on) and packing efficiency; needs no device",
                 module="data_inspect",
             ),
             "prepare": Form(
@@ -366,7 +366,7 @@ compile_topology_num_slices=1  number of slices of the target
         {
             **{shell: Form("") for shell in ("bash", "zsh", "fish")},
             "candidates": Form(
-                "[WORD ...]", help="the words that the last one may become", ends_with_text=True
+                "[WORD ...]", help="print the completions of the last word", ends_with_text=True
             ),
         },
         takes_file=False,

@@ -99,14 +99,12 @@ ADAPTER = Option(
     "--adapter", "DIR", "a PEFT adapter of the model", overrides="lora_input_adapters_path"
 )
 FORCE = Option(
-    "--force", help="start although the memory seems too small", overrides="check_memory=false"
+    "--force", help="start even if the memory seems too small", overrides="check_memory=false"
 )
 JSON = Option("--json", help="machine-readable output")
 
 EVALUATE = (ADAPTER, JSON)
-DISTILL_LOGITS = (
-    Option("--top-k", "K", "logits of each token", whole_number(1), is_required=True),
-)
+DISTILL_LOGITS = (Option("--top-k", "K", "logits per token", whole_number(1), is_required=True),)
 LAUNCH = (
     Option("--local", "N", "number of processes; if one fails, all are stopped", whole_number(1)),
     Option(
@@ -130,8 +128,8 @@ LAUNCH = (
         one_of("k8s", "slurm"),
     ),
     Option("--nodes", "N", "nodes of the job", whole_number(1), needs=("--print",)),
-    Option("--gpus-per-node", "G", "GPUs of a node", whole_number(1), needs=("--print",)),
-    Option("--name", "NAME", "of the job (maxtext)", needs=("--print",)),
+    Option("--gpus-per-node", "G", "GPUs per node", whole_number(1), needs=("--print",)),
+    Option("--name", "NAME", "name of the job (maxtext)", needs=("--print",)),
     Option(
         "--tpu-topology", "TYPE:SHAPE", "TPU slices, such as v5p:4x4x4 (k8s)", needs=("--print",)
     ),
@@ -148,11 +146,14 @@ CHAT = (
     Option(
         "--server", "URL", "a server with OpenAI's API, such as http://127.0.0.1:8000", ANY_TEXT
     ),
-    Option("--api-key", "KEY", "its key", API_KEY, variable=KEY_VARIABLE, needs=("--server",)),
-    Option("--model", "NAME", "one of its models (the first)", ANY_TEXT, needs=("--server",)),
+    Option(
+        "--api-key", "KEY", "key of the server", API_KEY, variable=KEY_VARIABLE,
+        needs=("--server",),
+    ),
+    Option("--model", "NAME", "a model of the server (its first)", ANY_TEXT, needs=("--server",)),
 )  # fmt: skip
 BATCH = (
-    Option("--model", "MODEL", "instead of the first word"),
+    Option("--model", "MODEL", "another way to name the model"),
     Option(
         "--adapter", "DIR", "a PEFT adapter of the model, or a folder of adapters",
         overrides="lora_input_adapters_path",
@@ -161,7 +162,7 @@ BATCH = (
 )  # fmt: skip
 SERVE = (
     Option("--host", "HOST", "address to listen on", ANY_TEXT, default="127.0.0.1"),
-    Option("--port", "PORT", "its port; 0: a free one", whole_number(0, 65535), default=8000),
+    Option("--port", "PORT", "port; 0: a free port", whole_number(0, 65535), default=8000),
     Option("--uds", "PATH", "a Unix socket instead", excludes=("--host", "--port")),
     Option(
         "--served-model-name", "NAME ...", "names that requests may use (the name of MODEL)",
@@ -169,8 +170,8 @@ SERVE = (
     ),
     Option(
         "--adapter", "DIR",
-        "a PEFT adapter (a folder, or org/name of the Hub), or a folder of adapters: each is a "
-        "model of its name",
+        "a PEFT adapter (a folder, or org/name of the Hub), or a folder of adapters; each is "
+        "served as a model under its name",
         overrides="lora_input_adapters_path", excludes=("--lora",),
     ),
     Option(
@@ -179,20 +180,21 @@ SERVE = (
     ),
     Option("--allow-lora-updates", help="let requests load adapters below --lora-root, and drop "
            "adapters", needs=("--lora-root",)),
-    Option("--lora-root", "DIR", "folder of these adapters", PATH, needs=("--allow-lora-updates",)),
+    Option("--lora-root", "DIR", "folder of the adapters that requests may load", PATH,
+           needs=("--allow-lora-updates",)),
     Option(
-        "--api-key", "KEY ...", "keys, one of which a request needs", API_KEY,
+        "--api-key", "KEY ...", "keys; a request needs one of them", API_KEY,
         variable=KEY_VARIABLE,
     ),
     Option(
         "--allowed-hosts", "NAME ...",
-        "names of the server in addresses, besides localhost, IP addresses and --host; .NAME: and "
-        "its subdomains; *: any",
+        "host names that clients may use, besides localhost, IP addresses and --host; .NAME: NAME "
+        "and its subdomains; *: any",
         HOST,
     ),
     Option(
         "--cors", "ORIGIN ...",
-        "pages of other origins that may use the server from a browser (none)", ORIGINS,
+        "other origins whose pages may use the server from a browser (none)", ORIGINS,
     ),
     Option(
         "--max-queue", "N", "requests that may wait for a slot", whole_number(0), default=1024
@@ -202,17 +204,17 @@ SERVE = (
         whole_number(0), default=600,
     ),
     Option(
-        "--drain-timeout", "S", "seconds for running requests after SIGTERM", whole_number(0),
+        "--drain-timeout", "S", "seconds that running requests have after SIGTERM", whole_number(0),
         default=30,
     ),
-    Option("--max-body", "BYTES", "size of a request", whole_number(1), default=4 * 2**20),
+    Option("--max-body", "BYTES", "largest request body", whole_number(1), default=4 * 2**20),
     Option(
         "--max-logprobs", "N", "the largest logprobs or top_logprobs that a request may ask for",
         whole_number(0, MAX_LOGPROBS), default=20,
     ),
     Option("--ssl-certfile", "FILE", "certificate for TLS"),
-    Option("--ssl-keyfile", "FILE", "its private key"),
-    Option("--ssl-ca-certs", "FILE", "authorities of the clients' certificates"),
+    Option("--ssl-keyfile", "FILE", "private key of the certificate"),
+    Option("--ssl-ca-certs", "FILE", "authorities that sign clients' certificates"),
     Option("--root-path", "PATH", "the prefix that a proxy strips", ROOT_PATH),
     Option(
         "--default-chat-template-kwargs", "JSON",
@@ -220,7 +222,7 @@ SERVE = (
     ),
     Option(
         "--generation-config", "auto|none|vllm",
-        "whether generation_config.json has sampling defaults (auto; vllm: none)",
+        "whether generation_config.json sets sampling defaults (auto; vllm: none)",
         one_of("auto", "none", "vllm"),
     ),
     Option(
@@ -235,14 +237,14 @@ SERVE = (
         one_of("think", "gpt_oss", "none"),
     ),
     Option(
-        "--metrics-prefix", "maxtext|vllm", "prefix of the metrics' names",
+        "--metrics-prefix", "maxtext|vllm", "prefix of metric names",
         one_of("maxtext", "vllm"), default="maxtext",
     ),
-    Option("--protect-metrics", help="/metrics needs a key, too"),
-    Option("--strict-fields", help="unknown fields of a request are errors"),
-    Option("--no-tools", help="tools in a request are errors"),
+    Option("--protect-metrics", help="/metrics also needs a key"),
+    Option("--strict-fields", help="reject requests with unknown fields"),
+    Option("--no-tools", help="reject requests with tools"),
     Option("--log-requests", help="log a line for each request, without its text"),
-    Option("--log-prompts", help="log the prompts, too"),
+    Option("--log-prompts", help="also log the prompts"),
     Option("--no-page", help="no chat page at /"),
 )  # fmt: skip
 EVAL = (
@@ -250,7 +252,7 @@ EVAL = (
         "--perplexity", "FILE", "another way to name the texts", excludes=("--tasks", "--builtin")
     ),
     Option(
-        "--window", "N", "tokens of a window of perplexity (max_target_length)", whole_number(2),
+        "--window", "N", "tokens per window, for perplexity (max_target_length)", whole_number(2),
         excludes=("--tasks", "--builtin"),
     ),
     Option(
@@ -261,18 +263,19 @@ EVAL = (
         "--tasks", "A,B", "tasks of lm-eval: names, groups, tags or patterns",
         excludes=("--builtin",),
     ),
-    Option("--include-path", "FOLDER", "of YAML files of further tasks", needs=("--tasks",)),
+    Option("--include-path", "FOLDER", "YAML files of further tasks", needs=("--tasks",)),
     Option(
         "--num-fewshot", "N", "examples before each question (the task's)", whole_number(0),
         needs=("--tasks",),
     ),
-    Option("--builtin", "NAME,...", "benchmarks that are generated by a seed; all: every one"),
-    Option("--seed", "N", "of these benchmarks", whole_number(0), default=0, needs=("--builtin",)),
+    Option("--builtin", "NAME,...", "benchmarks that are generated from a seed; all: every one"),
+    Option("--seed", "N", "seed of the questions", whole_number(0), default=0,
+           needs=("--builtin",)),
     Option(
-        "--limit", "N", "questions of each task", whole_number(1), needs=("--tasks", "--builtin")
+        "--limit", "N", "questions per task", whole_number(1), needs=("--tasks", "--builtin")
     ),
     Option(
-        "--apply-chat-template", help="questions are messages of a chat",
+        "--apply-chat-template", help="ask questions as messages of a chat",
         needs=("--tasks", "--builtin"),
     ),
     ADAPTER,
@@ -284,36 +287,36 @@ BENCH_SERVE = (
     Option(
         "--url", "URL", "address of the server", ANY_TEXT, default="http://127.0.0.1:8000"
     ),
-    Option("--api-key", "KEY", "its key", ANY_TEXT, variable=KEY_VARIABLE),
-    Option("--model", "NAME", "one of its models (the first)", ANY_TEXT),
+    Option("--api-key", "KEY", "key of the server", ANY_TEXT, variable=KEY_VARIABLE),
+    Option("--model", "NAME", "a model of the server (its first)", ANY_TEXT),
     Option("--streams", "N", "closed loop: N requests at a time (16)", whole_number(1)),
     Option(
-        "--rate", "R", "open loop: R requests a second, at random times; inf: all at once",
+        "--rate", "R", "open loop: R requests per second, at random times; inf: all at once",
         positive_number(allow_infinite=True), excludes=("--streams",),
     ),
     Option("--requests", "N", "number of requests", whole_number(1)),
-    Option("--duration", "S", "or the seconds in which they are sent (30)", positive_number(),
+    Option("--duration", "S", "seconds in which requests are sent (30)", positive_number(),
            excludes=("--requests",)),
     Option("--prompt-tokens", "A[-B]", "length of prompts, uniformly distributed (128)",
            TOKEN_RANGE),
     Option("--new-tokens", "A[-B]", "length of completions (64)", TOKEN_RANGE),
-    Option("--seed", "N", "of lengths, tokens and arrival times", whole_number(0), default=0),
-    Option("--timeout", "S", "seconds for a request", positive_number(), default=600),
+    Option("--seed", "N", "seed of lengths, tokens and arrival times", whole_number(0), default=0),
+    Option("--timeout", "S", "seconds per request", positive_number(), default=600),
     Option("--json", "OUT", "write the numbers as JSON", PATH),
     Option("--plot", "OUT.png", "draw distributions and time lines", PATH),
 )  # fmt: skip
 CONVERT = (
-    Option("--dtype", "DTYPE", "of all floating-point weights: float32, bfloat16 or float16 "
+    Option("--dtype", "DTYPE", "dtype of all floating-point weights: float32, bfloat16 or float16 "
            "(unchanged)", DTYPE),
 )  # fmt: skip
 TO_HF = (
     *CONVERT,
     Option(
-        "--text-only", help="only the text model of a checkpoint with vision or audio tensors"
+        "--text-only", help="write only the text model of a checkpoint with vision or audio tensors"
     ),
 )  # fmt: skip
 CONFIG = (
-    Option("--changed", help="only keys that differ from base.yml"),
+    Option("--changed", help="show only keys that differ from base.yml"),
     Option(
         "--format", "yaml|json", "machine-readable; the YAML can be used as a FILE",
         one_of("yaml", "json"),
@@ -321,27 +324,27 @@ CONFIG = (
 )  # fmt: skip
 INSPECT = (
     Option(
-        "--verify", help="read every file and compare it with the checksums written with it"
+        "--verify", help="read every file and compare it with its recorded checksum"
     ),
     JSON,
 )  # fmt: skip
 DATA_INSPECT = (
     Option("--batches", "N", "number of batches", whole_number(1), default=1),
-    Option("--rows", "N", "rows of each batch to show", whole_number(0), default=4),
-    Option("--eval", help="evaluation data"),
+    Option("--rows", "N", "rows to show from each batch", whole_number(0), default=4),
+    Option("--eval", help="show evaluation data"),
     JSON,
 )
 DATA_PREPARE = (
     Option("--out", "DIR", "a new or empty folder, or one to resume", PATH, is_required=True),
     Option("--workers", "N", "processes (all cores)", whole_number(1)),
     Option(
-        "--shard-documents", "N", "documents of a file (by the size of the data)", whole_number(1)
+        "--shard-documents", "N", "documents per file (by the size of the data)", whole_number(1)
     ),
 )  # fmt: skip
 DATA_INDEX = (
     Option("--out", "INDEX.json", "the file to write", is_required=True),
-    Option("--length", "N", "tokens of a row", whole_number(2), is_required=True),
-    Option("--dtype", "DTYPE", "of the tokens", default="uint32"),
+    Option("--length", "N", "tokens per row", whole_number(2), is_required=True),
+    Option("--dtype", "DTYPE", "dtype of the tokens", default="uint32"),
 )
 TOKENIZER_TRAIN = (
     Option("--out", "PATH", "a folder for bpe, a file.model for the other kinds", is_required=True),
