@@ -121,6 +121,8 @@ def test_explain(capsys):
     text = capsys.readouterr().out
     assert "bounds   at least 1, or -1" in text
     assert "needs    use_grpo=true" in text
+    assert main(["config", "explain", "num_experts_per_tok"]) == 0
+    assert "needs    num_experts above 1 in " in capsys.readouterr().out
     assert main(["config", "explain", "gcs_metrics"]) == 0
     assert "does not act here" in capsys.readouterr().out
     assert main(["config", "explain", "emb_dim"]) == 0

@@ -8,7 +8,7 @@ from maxtext.cli.arguments import Arguments
 from maxtext.common.errors import ConfigError
 from maxtext.configs import fields, ledger, serialize, sources
 from maxtext.configs.load import base_values
-from maxtext.configs.rules.declared import need_of
+from maxtext.configs.rules.rule import RULES
 from maxtext.configs.types import GROUPS, DerivedValues, MaxTextConfig, declaration, group_of
 
 
@@ -70,6 +70,7 @@ def show(config: MaxTextConfig, keys: set[str]) -> None:
 
 def explain(args: list[str]) -> int:
     from maxtext.models.configuration import load
+    from maxtext.models.rules import layer_needs
 
     if not args or "=" in args[0]:
         raise ConfigError("name a key, e.g. maxtext config explain remat_policy")
@@ -86,7 +87,7 @@ def explain(args: list[str]) -> int:
         "meaning": declared.meaning,
         "type": fields.describe(key) if not declared.choices else f"one of {choices}",
         "bounds": declared.bounds,
-        "needs": "; and ".join(need_of(need).requirement for need in declared.needs),
+        "needs": "; and ".join([*RULES.needs(key, config), *layer_needs(config, key)]),
         "default": serialize.compact(getattr(default, key)) if default else "computed",
         "value": serialize.compact(getattr(config, key)),
         "source": str(config.source(key)),

@@ -13,6 +13,7 @@ from maxtext.models.rule import LAYER_RULES
 __all__ = [
     "check_layers",
     "check_order",
+    "layer_needs",
     "rules_attention",
     "rules_layers",
     "rules_moe",
@@ -29,6 +30,11 @@ def check_order(config: MaxTextConfig) -> list[Problem]:
         "support: set context_parallel_load_balance=false"
     )
     return [Problem("context_parallel_load_balance", ProblemKind.CONFLICT, message)]
+
+
+def layer_needs(config: MaxTextConfig, key: str) -> list[str]:
+    """What a key needs of the layers in order to act, in words."""
+    return LAYER_RULES.needs(key, Capabilities(config))
 
 
 def check_layers(config: MaxTextConfig) -> list[Problem]:

@@ -14,6 +14,7 @@ from maxtext.configs.types import MaxTextConfig, Settings
 
 SubjectT = TypeVar("SubjectT")
 Check = Callable[[SubjectT], str | None]
+Requirement = str | Callable[[SubjectT], str]
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class Rules(Generic[SubjectT]):
 
     settings: Callable[[SubjectT], Settings]
     rules: list[Rule[SubjectT]] = field(default_factory=list)
+    requirements: dict[str, list[Requirement]] = field(default_factory=dict)  # of inert_unless
 
     def problems(self, subject: SubjectT) -> list[Problem]:
         """The problems that the rules find."""
@@ -38,6 +40,10 @@ class Rules(Generic[SubjectT]):
             for rule, message in messages
             if message is not None
         ]
+
+    def needs(self, key: str, subject: SubjectT) -> list[str]:
+        """What a key needs in order to act, in words."""
+        return [words(requirement, subject) for requirement in self.requirements.get(key, ())]
 
     def add(self, kind: ProblemKind, keys: Iterable[str], check: Callable[[str], Check]) -> None:
         """A rule for each key; `check` makes its check."""
@@ -57,7 +63,7 @@ class Rules(Generic[SubjectT]):
     def inert_unless(
         self,
         condition: Callable[[SubjectT], object],
-        requirement: str | Callable[[SubjectT], str],
+        requirement: Requirement[SubjectT],
         *keys: str,
     ) -> None:
         """Refuse keys that a user sets away from their default while `condition` is false.
@@ -73,12 +79,18 @@ class Rules(Generic[SubjectT]):
                     return None
                 value = getattr(settings, key)
                 shown = getattr(value, "value", value)
-                words = requirement if isinstance(requirement, str) else requirement(subject)
-                return f"{key}={shown} ({source}) would do nothing: it needs {words}"
+                needed = words(requirement, subject)
+                return f"{key}={shown} ({source}) would do nothing: it needs {needed}"
 
             return check
 
         self.add(ProblemKind.INERT, keys, inert_check)
+        for key in keys:
+            self.requirements.setdefault(key, []).append(requirement)
+
+
+def words(requirement: Requirement[SubjectT], subject: SubjectT) -> str:
+    return requirement if isinstance(requirement, str) else requirement(subject)
 
 
 # Rules of one key, rules over several settings (which may rely on the ranges), and rules that also
