@@ -1,8 +1,8 @@
-"""An engine in a thread of its own, for servers: many threads or event loops submit requests, and
-each receives the deltas of its own.
+"""An engine in its own thread, for servers: many threads or event loops submit requests, and each
+receives the deltas of its requests.
 
-The thread alone touches the engine. Other threads send it commands by a queue. What a step produces
-goes to each event loop in one call, so that many streams wake it up once a step.
+Only this thread touches the engine; other threads send it commands through a queue. The output of a
+step reaches each event loop in one call, so that many streams wake the loop only once per step.
 """
 
 import contextlib
@@ -129,8 +129,8 @@ class AsyncEngine:
     def submit_async(
         self, prepared: PreparedRequest, timeout: float | None = None
     ) -> AsyncCompletionStream:
-        """Queue what `prepare` returned and return its stream, for a consumer in the running event
-        loop. Raises EngineError as `submit` does.
+        """Queue a prepared request and return its stream, for a consumer in the running event loop.
+        Raises EngineError as `submit` does.
         """
         return self.open_stream(AsyncCompletionStream, prepared, timeout)
 
@@ -142,8 +142,8 @@ class AsyncEngine:
 
     @contextlib.contextmanager
     def arrival(self) -> Iterator[None]:
-        """A request that will be submitted right after the block: those that arrive together are
-        prefilled together.
+        """Announce a request that will be submitted right after the block, so that requests which
+        arrive together are prefilled together.
         """
         with self.lock:
             self.num_arriving += 1
@@ -189,16 +189,16 @@ class AsyncEngine:
         self.commands.put(lambda: self.end(request_id, END))
 
     def update(self, function: Callable[[], None]) -> Future[None]:
-        """Call a function that changes the model, such as one that loads an adapter, when the
-        requests that are running now have finished. Requests that come meanwhile wait.
+        """Call a function that changes the model, such as one that loads an adapter, after the
+        requests that are running now have finished. Requests that arrive meanwhile wait.
         """
         future: Future[None] = Future()
         self.commands.put(lambda: self.updates.append((function, future)))
         return future
 
     def drain(self, timeout: float) -> bool:
-        """Accept no more requests, drop those that wait, and wait for the running ones. After
-        `timeout` seconds these are dropped, too; returns whether all of them were finished.
+        """Accept no more requests, drop waiting requests, and wait for running requests. After
+        `timeout` seconds, drop these as well; returns whether all of them were finished.
 
         Consumers receive the error at once, even if the engine's thread is in a step that compiles
         a program.
@@ -228,8 +228,8 @@ class AsyncEngine:
         return bool(stream.num_put or sequence_ids & running)
 
     def end_streams(self, streams: Iterable[BaseStream]) -> None:
-        """Drop requests because the engine shuts down. Their streams end now; what the engine
-        knows of them, after the step in progress.
+        """Drop requests because the engine shuts down. Their streams end now; the engine forgets
+        them after the step in progress.
         """
         error = self.draining_error()
         for stream in streams:

@@ -47,13 +47,13 @@ class Executor:
         self.few_programs = programs.build.platform != "cpu"
 
     def set_weights(self, weights: Any) -> None:
-        """Programs that are dispatched from now on take these."""
+        """Use these weights in all programs that are dispatched from now on."""
         self.weights = weights
         with self.programs.context():
             self.decode_weights = self.programs.decode_weights(weights)
 
     def release(self) -> None:
-        """Free the device's state at once, whoever still refers to it. The weights stay."""
+        """Delete the device state immediately, even if references remain. The weights stay."""
         for array in jax.tree.leaves((self.state, self.processors)):
             array.delete()
 

@@ -86,8 +86,9 @@ class LLM(AdapterMethods):
         context: BuildContext | None = None,
         adapters: Mapping[str, Adapter] | None = None,
     ):
-        """`template` and `weights` are as checkpoints have them; the LLM owns the weights from here
-        on. `context` overrides what the mesh says about the devices. `adapters` by name."""
+        """`template` and `weights` are in the layout of checkpoints; the LLM owns the weights from
+        now on. `context` overrides the facts about devices that the mesh gives. `adapters`: by
+        name."""
         self.config = config
         self.template = template
         self.checkpoint = checkpoint
@@ -113,12 +114,12 @@ class LLM(AdapterMethods):
         """Open a Hugging Face folder, a native folder, a run's checkpoints, or `org/name` of the
         Hugging Face Hub (`org/name@revision`); the name of a model gives random weights.
 
-        `adapters` are PEFT folders or names of the Hub: a list, which gives them the names of
-        their folders, or a dict by name.
+        `adapters` are PEFT folders or names of the Hub: a list, in which each adapter is named
+        after its folder, or a dict by name.
 
         Keywords are configuration keys: dtype, weight_dtype, attention, ici_tensor_parallelism …
-        Layers are unrolled unless scan_layers=True, and weights that are bfloat16 on disk stay so
-        unless weight_dtype is set.
+        Layers are unrolled unless scan_layers=True, and weights that are bfloat16 on disk stay
+        bfloat16 unless weight_dtype is set.
         """
         folder = find_folder(path, keys.get("hf_access_token"))
         if folder.is_dir():
@@ -142,9 +143,11 @@ class LLM(AdapterMethods):
         context: BuildContext | None = None,
         adapters: Folders = None,
     ) -> "LLM":
-        """The model of a resolved configuration, with the weights of a checkpoint or random ones.
-        Saves and warms up the model if the keys say so. `context` is for tests of other devices;
-        `adapters` are as in `load`, by default those at lora_input_adapters_path.
+        """The model of a resolved configuration, with the weights of a checkpoint or random
+        weights.
+
+        Saves and warms up the model if the keys ask for it. `context` is for tests of other
+        devices. `adapters` are as in `load` and default to those at lora_input_adapters_path.
         """
         if config.parameter_memory_host_offload:
             raise ConfigError(
@@ -217,15 +220,15 @@ class LLM(AdapterMethods):
         adapter: str | None | Sequence[str | None] = None,
         **options: Any,
     ) -> Any:
-        """Complete prompts: text for a text, a list for a list of texts; lists of ids for lists of
-        ids; for an array of ids [B, S] the array of new ids [B, up to max_new_tokens], where a
-        shorter row is padded with its last id. The ids of a single prompt need no outer list. With
-        n > 1, there are n such results for each prompt: a list, or an axis after the first.
-        Prompt and completion have at most max_target_length tokens together.
+        """Complete prompts. A text gives a text, and a list of texts a list; lists of ids give
+        lists of ids. An array of ids [B, S] gives the array of new ids [B, up to max_new_tokens],
+        in which a shorter row is padded with its last id. The ids of a single prompt need no outer
+        list. With n > 1, each prompt has n such results: a list, or an axis after the first. Prompt
+        and completion together have at most max_target_length tokens.
 
         A completion ends with the model's end-of-sequence token, unless `ignore_eos`, and before
-        any of the texts in `stop`. `adapter` is one name for all prompts or a list with one for
-        each, as in `GenerationRequest`. `options` are other fields of `SamplingParams`.
+        any of the texts in `stop`. `adapter` is one name for all prompts or a list with one name
+        for each, as in `GenerationRequest`. `options` are other fields of `SamplingParams`.
         """
         params = SamplingParams(
             temperature=temperature,
@@ -303,7 +306,7 @@ class LLM(AdapterMethods):
     def stream_completion(
         self, request: GenerationRequest
     ) -> Iterator[tuple[str, Completion | None]]:
-        """(text delta, None) while one request is running, then ("", its completion)."""
+        """Yields (text delta, None) while one request is running, then ("", its completion)."""
         if request.params.n > 1:
             raise RequestError(f"n={request.params.n} completions cannot be one text stream", "n")
         for delta in self.run([request], slots=1, length=self.config.max_target_length):
@@ -318,12 +321,12 @@ class LLM(AdapterMethods):
         memory_fraction: float = MAX_CACHE_FRACTION,
     ) -> Iterator[Completion]:
         """The completions of requests, `n` for each, in the order in which they finish. A request
-        that cannot be served has one completion with its error; the others go on.
+        that cannot be served has one completion with its error; the others continue.
 
-        An iterator is read as slots become free, and per_device_batch_size requests a device run at
-        a time. A list may run more at a time, up to what fits in `memory_fraction` of the free
-        memory with `spare_tokens` more for each than its length, unless prefixes are cached from
-        call to call.
+        An iterator is read as slots become free, and each device runs per_device_batch_size
+        requests at a time. A list may run more at a time: as many as fit into `memory_fraction` of
+        the free memory with `spare_tokens` more tokens each than they need, unless prefixes are
+        cached from call to call.
         """
         slots, length = self.config.global_batch_size_to_load, self.config.max_target_length
         if isinstance(requests, Sequence) and not self.config.enable_prefix_caching:
@@ -345,8 +348,8 @@ class LLM(AdapterMethods):
         length: int,
         expects_requests: bool = False,
     ) -> Iterator[CompletionDelta]:
-        """Run requests through the engine: what each step adds to their completions.
-        `expects_requests`: by the programs of a server."""
+        """Run requests through the engine; yields what each step adds to their completions.
+        `expects_requests`: use the programs of a server, which expects further requests."""
         source = enumerate(requests)
         exhausted = False
         engine = self.engine_for(slots, length)
@@ -367,7 +370,7 @@ class LLM(AdapterMethods):
                 yield from session.step()
 
     def prepare(self, engine: InferenceEngine, request: GenerationRequest) -> PreparedRequest:
-        """The request as an engine takes it. Raises UserError if it cannot be served."""
+        """The request in the form that an engine takes. Raises UserError if it cannot be served."""
         adapter = self.adapters.find(request.adapter)
         prepared = prepare_request(request, self.config, self.tokenizer, self.eos_ids)
         if (reason := engine.reject_reason(prepared)) is not None:
@@ -382,7 +385,7 @@ class LLM(AdapterMethods):
     def engine_for(self, slots: int, length: int) -> InferenceEngine:
         """The engine for `slots` sequences of up to `length` tokens at a time. It is reused, with
         its prefix cache, until another size is needed. While it is leased, a second caller gets
-        another engine, which leaves the layout of the weights as it is.
+        another engine, which keeps the layout of the weights.
         """
         if self.config.capacity_factor > 0:
             raise ConfigError(
@@ -408,8 +411,8 @@ class LLM(AdapterMethods):
         return self.engine
 
     def warm_up(self, params: SamplingParams | None = None) -> None:
-        """Compile what `completions` of an iterator needs for requests that are sampled like
-        `params`, by default as the decode_sampling_* keys say."""
+        """Compile the programs that `completions` of an iterator needs for requests that are
+        sampled like `params`, which default to the decode_sampling_* keys."""
         config = self.config
         params = params or SamplingParams.from_config(config)
         size = config.global_batch_size_to_load, config.max_target_length
@@ -426,8 +429,8 @@ class LLM(AdapterMethods):
                 list(self.run(requests, *size, expects_requests=True))
 
     def save(self, folder: str | os.PathLike, progress: Progress | None = None) -> None:
-        """Write the weights as they are, with config.yml: a folder that `LLM.load` and `maxtext
-        convert` take.
+        """Write the weights unchanged, with config.yml, to a folder that `LLM.load` and `maxtext
+        convert` can read.
         """
         hf_assets, names = self.origin
         weights = PackedWeights(ModelWeights(self.model.checkpoint_weights, self.param_infos))
@@ -441,7 +444,7 @@ class LLM(AdapterMethods):
         text_only: bool = False,
     ) -> None:
         """Write a Hugging Face folder. Weights are written in `dtype` (but see `param_dtypes`), or
-        as they were in the folder that was loaded. Raises ConfigError if that folder had vision or
+        in the dtypes of the folder that was loaded. Raises ConfigError if that folder had vision or
         audio tensors, unless `text_only`.
         """
         hf_assets, names = self.origin
@@ -468,7 +471,7 @@ class LLM(AdapterMethods):
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
-        """The tokenizer at tokenizer_path, if that is set, else the checkpoint's."""
+        """The tokenizer at tokenizer_path, if set, otherwise the checkpoint's."""
         if self.config.source("tokenizer_path").is_user:
             return load_tokenizer(self.config)
         return find_tokenizer(self.origin[0])
@@ -505,7 +508,8 @@ class LLM(AdapterMethods):
 
 
 def prompt_seed(seed: int, index: int) -> int:
-    """The seed of a prompt in a list. The first prompt has the seed itself, as if it were alone."""
+    """The seed of a prompt in a list. The first prompt uses the seed itself, as if it were
+    alone."""
     if index == 0:
         return seed
     return derive_seed(fold_seed(seed), index)

@@ -1,4 +1,4 @@
-"""What a caller asks of the engine, and what it gets back."""
+"""The requests that a caller sends to the engine, and the completions that it returns."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -68,10 +68,10 @@ class Completion:
 
 @dataclass(frozen=True)
 class CompletionDelta:
-    """What a step adds to a completion. The last delta of a completion comes with it.
+    """What a step adds to a completion. The last delta has the completion.
 
-    Tokens come with the text that they make up: those whose text is not final yet, since it may
-    begin a stop string or end inside a character, come with a later delta.
+    Tokens come with their text. Tokens whose text is not final yet, since it may begin a stop
+    string or end inside a character, come with a later delta.
     """
 
     index: int

@@ -19,10 +19,10 @@ from maxtext.inference import shapes
 from maxtext.inference.prefix_cache import PrefixCache
 from maxtext.inference.sequence import Sequence
 
-# Of a decode program that is cut short because requests wait, or a chunk of a prompt, or a grammar
-# has to check tokens.
+# Steps of a decode program that is cut short because requests or a chunk of a prompt wait, or
+# because a grammar has to check tokens.
 MIN_DECODE_STEPS = 4
-# By which a decode program is shorter while most slots are free and requests may arrive.
+# Divides the number of decode steps while most slots are free and requests may arrive.
 LOW_LOAD_DIVISOR = 8
 Chunks = list[tuple[Sequence, int]]  # sequences, and how many of their tokens to prefill
 
@@ -199,8 +199,8 @@ class Scheduler:
         self.running.append(sequence)
 
     def first_block(self, sequence: Sequence) -> Hashable:
-        """What sequences have in common if they can share their first block; None if a sequence is
-        too short to share one."""
+        """Key that is equal for sequences whose first block can be shared; None if a sequence is
+        too short to share a block."""
         if len(sequence.token_ids) <= self.block_size:
             return None
         return sequence.cache_namespace, tuple(sequence.token_ids[: self.block_size])

@@ -79,7 +79,7 @@ class BaseStream(ABC):
 
 
 class CompletionStream(BaseStream):
-    """Iterate it in one thread: the engine runs in another."""
+    """The stream of a consumer in a thread; iterate it in one thread only."""
 
     def __init__(self, *args: Any):
         super().__init__(*args)

@@ -58,7 +58,7 @@ def check_bool(name: str, value: Any) -> None:
 
 
 def check_range(name: str, value: Any, low: float, high: float, whole: bool = False) -> None:
-    """Raise RequestError unless a value is a number from `low` to `high`; NaN is none."""
+    """Raise RequestError unless a value is a number from `low` to `high`; NaN is rejected."""
     check_whole_number(name, value) if whole else check_number(name, value)
     if not low <= value <= high:
         kind = "a whole number" if whole else "a number"

@@ -1,4 +1,4 @@
-"""Rows for fine-tuning as token ids and masks of the tokens that are learned.
+"""Rows for fine-tuning as token ids and masks of the tokens that are trained on.
 
 A conversation is tokenized whole, by the chat template; its mask is that of the assistant's turns
 (`tokenizers/assistant_mask.py`). Texts are tokenized with the special tokens that start a text in
@@ -53,7 +53,7 @@ DROPPED = {Remark.NOT_LEARNED, Remark.CUT_EQUAL}  # remarks on rows and pairs wi
 
 @dataclass(frozen=True)
 class EncodedRow:
-    """`ids` int32 [n], `mask` bool [n]: True for tokens that are learned, except that the first
+    """`ids` int32 [n], `mask` bool [n]: True for tokens that are trained on, except that the first
     token of a row is never predicted.
     """
 
@@ -168,11 +168,11 @@ class TextEncoder(ABC):
         """The tokens of a record, with its remarks. Raises UnusableRecord."""
 
     def position_fingerprint(self) -> dict[str, Any]:
-        """What changes the tokens of a row, and with them a position in the data."""
+        """The settings that change the tokens of a row, and with them every data position."""
         return {"add_bos": self.add_bos, "add_eos": self.add_eos}
 
     def encode(self, prepared: Sequence[Any]) -> list[Any]:
-        """The rows of `prepare` that are learned from."""
+        """The prepared rows that are trained on."""
         return [row for row in prepared if not DROPPED & set(row.remarks)]
 
     def format(self, record: Record) -> Record:
@@ -223,7 +223,8 @@ class RowEncoder(TextEncoder):
         }
 
     def prepare(self, record: Record) -> EncodedRow:
-        """The tokens of a record and those that are learned. Raises UnusableRecord."""
+        """The tokens of a record and the mask of those that are trained on. Raises
+        UnusableRecord."""
         row = parse_row(self.format(record), self.columns)
         if isinstance(row, Conversation):
             ids, mask = self.conversation(row)

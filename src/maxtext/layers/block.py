@@ -93,7 +93,7 @@ class Block(Sublayer):
         return connect(self.mlp_output(mlp_out, inputs)), aux
 
     def attention_output(self, attn_out: jax.Array, inputs: LayerInputs) -> jax.Array:
-        """What the residual gets of attention: after the post-norm and dropout."""
+        """The attention output that is added to the residual, after post-norm and dropout."""
         return self.drop(normalize(self.post_attention_norm, gather_sequence(attn_out)), inputs)
 
     def mlp_output(self, mlp_out: jax.Array, inputs: LayerInputs) -> jax.Array:

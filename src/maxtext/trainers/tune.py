@@ -42,7 +42,7 @@ PARQUET, JSONL = ".parquet", (".jsonl", ".json")
 
 @dataclass(frozen=True)
 class TuningRun:
-    """A finished run. `metrics` has a dict for each step that this process did."""
+    """A finished run. `metrics` has one dict per step that this process ran."""
 
     metrics: list[dict[str, Any]]
     folder: Path | None  # None: nothing was left on disk
@@ -56,26 +56,30 @@ class TuningRun:
 
 
 def sft(model: str | os.PathLike, data: Any = None, **keys: Any) -> TuningRun:
-    """Supervised fine-tuning. `model`: what `LLM.load` takes. `data`: a list of rows, the path of a
-    JSONL or Parquet file, or None if the keys name the data. `keys`: configuration keys."""
+    """Supervised fine-tuning.
+
+    `model`: a folder or name, as for `LLM.load`. `data`: a list of rows, the path of a JSONL or
+    Parquet file, or None if the keys name the data. `keys`: configuration keys.
+    """
     return fine_tune("sft", model, data, keys)
 
 
 def dpo(model: str | os.PathLike, data: Any = None, **keys: Any) -> TuningRun:
-    """Direct preference optimization; same arguments as `sft`."""
+    """Direct preference optimization; takes the arguments of `sft`."""
     return fine_tune("dpo", model, data, keys)
 
 
 def orpo(model: str | os.PathLike, data: Any = None, **keys: Any) -> TuningRun:
-    """Odds-ratio preference optimization; same arguments as `sft`."""
+    """Odds-ratio preference optimization; takes the arguments of `sft`."""
     return fine_tune("orpo", model, data, keys)
 
 
 def distill(
     student: str | os.PathLike, teacher: str | os.PathLike, data: Any = None, **keys: Any
 ) -> TuningRun:
-    """Distillation of a teacher into a student; `teacher` is a folder. Other arguments are those of
-    `sft`."""
+    """Distill a teacher into a student; `teacher` is a folder. The other arguments are as in
+    `sft`.
+    """
     overrides = {
         "load_parameters_path": str(find_folder(teacher)),
         **keys.get("teacher_overrides", {}),
@@ -91,11 +95,14 @@ def grpo(
     environment: EnvironmentFactory | None = None,
     **keys: Any,
 ) -> TuningRun:
-    """Reinforcement learning on groups of sampled completions (GRPO; GSPO by loss_algo). `rewards`:
-    functions f(prompts, completions, **columns) -> a number or None for each completion, maybe
-    async; without any, the built-in ones. `tools`: functions that the model may call, with type
-    hints and a docstring. `environment`: instead, a function that returns a new `Environment` for
-    each conversation, whose rewards are added. Other arguments are those of `sft`."""
+    """Reinforcement learning on groups of sampled completions (GRPO; GSPO by loss_algo).
+
+    `rewards`: functions f(prompts, completions, **columns) that return a number or None for each
+    completion; they may be async. Without functions, the built-in rewards apply. `tools`: functions
+    that the model may call, with type hints and a docstring. `environment`: a function that returns
+    a new `Environment` for each conversation, instead of tools; its rewards are added. The other
+    arguments are as in `sft`.
+    """
     agent = Agent.from_python(tools, environment)
     if agent is not None:
         keys = {"use_agentic_rollout": True, **keys}
@@ -105,8 +112,9 @@ def grpo(
 
 
 def encode(row: Mapping[str, Any], tokenizer: str | os.PathLike, **keys: Any) -> dict[str, Any]:
-    """The token ids of a row and the mask of those that `sft` learns. `tokenizer`: a path, as of
-    tokenizer_path."""
+    """The token ids of a row, and the mask of those that `sft` trains on. `tokenizer`: a path, as
+    in tokenizer_path.
+    """
     config, loaded = tokenizer_config("sft", tokenizer, keys)
     encoded = encode_rows.encode_row(dict(row), config, loaded)
     return {"ids": encoded.ids.tolist(), "mask": encoded.mask.astype(int).tolist()}
@@ -115,7 +123,7 @@ def encode(row: Mapping[str, Any], tokenizer: str | os.PathLike, **keys: Any) ->
 def encode_pair(
     row: Mapping[str, Any], tokenizer: str | os.PathLike, **keys: Any
 ) -> dict[str, list[int]]:
-    """The token ids of the prompt, and of the completions that `dpo` and `orpo` compare."""
+    """The token ids of the prompt and of the two completions that `dpo` and `orpo` compare."""
     config, loaded = tokenizer_config("dpo", tokenizer, keys)
     pair = encode_rows.encode_pair(dict(row), config, loaded)
     return {name: getattr(pair, name).tolist() for name in ("prompt", "chosen", "rejected")}
@@ -138,7 +146,7 @@ def fine_tune(
     rewards: Sequence[RewardFunction] = (),
     agent: Agent | None = None,
 ) -> TuningRun:
-    """Train with the preset of a method. Without base_output_directory nothing is left on disk."""
+    """Train with the preset of a method. Without base_output_directory, leave nothing on disk."""
     overrides, checkpoint = model_overrides(model, keys)
     with tempfile.TemporaryDirectory(prefix="maxtext-") as temporary:
         defaults = {"base_output_directory": temporary, "enable_checkpointing": False}

@@ -1,4 +1,4 @@
-"""Calls of functions in the text of a completion, in the forms that families of models write.
+"""Tool calls in the text of a completion, in the forms that model families write.
 
 What cannot be parsed as a call is content.
 """

@@ -74,7 +74,7 @@ class ServerOptions:
 
 
 class NamedRoute(Route):
-    """A route that requests know by their scope, whose path counts in the metrics."""
+    """Stores itself in the scope of a request, so that metrics are labelled by route."""
 
     def matches(self, scope: Any) -> tuple[Match, Any]:
         match, child_scope = super().matches(scope)

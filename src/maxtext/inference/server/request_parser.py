@@ -62,7 +62,7 @@ class ApiRequest:
 
     @property
     def num_choices(self) -> int:
-        """Of each prompt."""
+        """The number of choices for each prompt."""
         return self.requests[0].params.n
 
     @property

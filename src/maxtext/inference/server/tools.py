@@ -1,8 +1,8 @@
-"""Calls of functions that a request offers.
+"""The tools that a request offers.
 
-`tool_choice` decides how calls arise. "auto": the model writes them in the form of its family, and
-a parser finds them in the text. "required" and a named function: a grammar over the schemas of the
-functions, so that the arguments always parse.
+`tool_choice` decides how tool calls arise. "auto": the model writes them in the form of its family,
+and a parser finds them in the text. "required" and a named function: a grammar over the schemas of
+the functions, so that the arguments always parse.
 """
 
 from collections.abc import Mapping

@@ -80,9 +80,12 @@ class PrefixGroups:
 
 
 def first_group(common: Sequence[int]) -> tuple[int, int]:
-    """How many of sorted sequences form a group, and the pages that they share; `common` has the
-    pages that each shares with the next. One does not join if it shares less than half of the pages
-    that the group does, or that it does with its other neighbour."""
+    """(size of the first group of sorted sequences, up to GROUP_ROWS; number of pages that its
+    members share).
+
+    `common[i]` is the number of pages that sequence i shares with sequence i + 1. Sequence i + 1
+    joins the group if common[i] > 0 and 2 · common[i] >= max(pages shared so far, common[i + 1]).
+    """
     shared = 0
     for size, pages in enumerate(common[: GROUP_ROWS - 1], start=1):
         following = common[size] if size < len(common) else 0

@@ -62,7 +62,8 @@ def sample_deviation(groups: Array, is_scored: Array, axis: int | None) -> Array
 def degenerate_groups(
     advantages: ArrayLike, num_generations: int, *, tolerance: float = 1e-8
 ) -> Array:
-    """[B / G], true for a group with |A| ≤ tolerance for all of its completions: nothing to learn.
+    """[B / G], true for a group with |A| ≤ tolerance for all of its completions: no policy
+    gradient.
 
     advantages [B]. With `degenerate_group_masking` the mask of such a group becomes 0.
     """

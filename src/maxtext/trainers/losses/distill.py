@@ -40,7 +40,7 @@ def distill(
     feature_loss: str = "cosine",
     tokens: ArrayLike | None = None,
 ) -> tuple[Array, dict[str, Array]]:
-    """loss = α·soft + (1−α)·hard + β·feature, means over the learned tokens.
+    """loss = α·soft + (1−α)·hard + β·feature, means over the tokens in the mask.
 
     - soft = T²·KL(softmax(teacher/T) ‖ softmax(student/T)), T = `temperature`
     - hard = −log softmax(student)[targets]
@@ -130,7 +130,7 @@ def divergence(
     tokens: ArrayLike | None = None,
 ) -> Array:
     """The generalized Jensen-Shannon divergence β·KL(t ‖ m) + (1−β)·KL(s ‖ m), m = β·t + (1−β)·s
-    (GKD, arXiv:2306.13649), mean over the learned tokens.
+    (GKD, arXiv:2306.13649), mean over the tokens in the mask.
 
     t and s are softmaxes of the logits [B, T, V] of teacher and student over `temperature`; there
     is no factor T². β = 0 is the forward KL(t ‖ s), β = 1 the reverse KL(s ‖ t); `beta` is a Python

@@ -1,7 +1,7 @@
 """The losses of GRPO, GSPO and their relatives.
 
 Notation: A advantage, ρ ratio of the probabilities of the policy and the sampler, m the mask of
-learned tokens, sg stops the gradient. Shapes: B rows (completions), T tokens.
+tokens that are trained on, sg stops the gradient. Shapes: B rows (completions), T tokens.
 """
 
 from collections.abc import Callable
@@ -37,7 +37,8 @@ def sampler_weights(
     sampler whose log-probabilities differ from the trainer's for the same weights.
 
     All arrays are [B, T]; the result is [B, T], or [B, 1] at level "sequence", where the exponent
-    is the sum over the learned tokens of a row. mode "mask": weights above the maximum become 0.
+    is the sum over the tokens of a row that are trained on. mode "mask": weights above the maximum
+    become 0.
     """
     check_choice("level", level, ("token", "sequence"))
     check_choice("mode", mode, ("truncate", "mask"))
@@ -138,7 +139,7 @@ def grpo(
     - dr_grpo: Σ m·x / (rows·L)
     - sum: Σ m·x / rows
 
-    `rows` is the number of rows with a learned token and `tokens` is Σ m, both of these arrays if
+    `rows` is the number of rows with a nonzero mask and `tokens` is Σ m, both of these arrays if
     not given. With those of the whole batch, microbatches sum to the batch, in all but bnpo.
 
     Metrics: `clip_ratio/low` and `clip_ratio/high`, the fractions of tokens whose ratio is clipped

@@ -14,10 +14,10 @@ def sft(
 ) -> tuple[Array, dict[str, Array]]:
     """loss = Σ mask·(−logps) / max(N, 1), N = Σ mask, or `tokens` if given.
 
-    logps and mask [B, T]; the mask is 1 at learned tokens. With the `tokens` of the whole batch,
-    the losses of microbatches sum to that of the batch.
+    logps and mask [B, T]; the mask is 1 at tokens that are trained on. With the `tokens` of the
+    whole batch, the losses of microbatches sum to that of the batch.
 
-    Metrics: `tokens`, the number of learned tokens in the mask.
+    Metrics: `tokens`, the number of tokens in the mask.
     """
     mask = float32(mask)
     count = mask.sum()

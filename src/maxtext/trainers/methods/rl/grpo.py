@@ -42,8 +42,8 @@ OLD_LOGPS = "old_logps"  # [B, S, 1], of the trainer with the weights that sampl
 ADVANTAGES = "advantages"  # [B]
 IS_LEARNED = "is_learned"  # [B], 0 for rows that the loss leaves out
 ROW_INDEX = "row_index"  # [B]
-# Metrics of each row, float32 [rows of the batch]: the log-probability of the policy less that of
-# the sampler, where they differ most, and this position
+# Metrics of each row, float32 [rows of the batch]: the largest difference over tokens of (policy
+# logp − sampler logp), and its position
 ROW_DIFFERENCES, ROW_POSITIONS = "row_logp_difference", "row_logp_position"
 TOKEN_AXES = ("activation_embed_and_logits_batch", "activation_norm_length")
 RATIO_LEVELS = {"grpo": "token", "gspo-token": "sequence_token"}
@@ -117,7 +117,7 @@ class GRPOObjective(PolicyObjective):
 
     @property
     def metric_names(self) -> tuple[str, ...]:
-        """Means over the learned tokens."""
+        """Means over the tokens that are trained on."""
         names = ("clip_ratio/low", "clip_ratio/high")
         return (*names, "kl") if self.needs_reference else names
 
@@ -235,7 +235,7 @@ class GRPOObjective(PolicyObjective):
 
 
 def learned_tokens(batch: Batch) -> jax.Array:
-    """[B, S]: 1 for a sampled token of a row that is learned."""
+    """[B, S]: 1 for a sampled token of a row that is trained on."""
     return target_mask(batch) * batch[IS_LEARNED][:, None]
 
 

@@ -1,4 +1,4 @@
-"""Agentic rollouts of a run: which environment its conversations have, and how they are held."""
+"""Agentic rollouts of a run: the environment of its conversations, and how they are sampled."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,8 +33,8 @@ REWARD_COLUMN, MESSAGES_COLUMN = "environment_reward", "messages"
 
 @dataclass(frozen=True)
 class Agent:
-    """What the model of a run may use: tools, or an environment of its own for each
-    conversation."""
+    """The tools that the model of a run may call, or the environment that each conversation
+    creates."""
 
     tools: Tools | None = None
     environment: EnvironmentFactory | None = None
@@ -43,7 +43,9 @@ class Agent:
     def from_python(
         cls, tools: Sequence[Callable[..., Any]], environment: EnvironmentFactory | None
     ) -> "Agent | None":
-        """None without either. Raises ConfigError if they are none, or if both are given."""
+        """Returns None if neither is given. Raises ConfigError if tools are not functions, if the
+        environment cannot be called, or if both are given.
+        """
         check_functions("tools", tools)
         if tools and environment is not None:
             raise ConfigError("tools and an environment exclude each other: call tools in its step")
@@ -58,7 +60,7 @@ class Agent:
 
     @property
     def rewards(self) -> list[RewardFunction]:
-        """The sum of the rewards of an environment, as a reward function."""
+        """A reward function that returns the sum of the environment's rewards."""
         if self.environment is None:
             return []
 

@@ -1,9 +1,8 @@
-"""What a conversation of reinforcement learning talks to.
+"""The environment of a conversation in reinforcement learning.
 
 An environment belongs to one conversation. `reset` returns the messages of the prompt of a row;
-`step` takes what the model wrote and returns the messages that follow, a reward and whether the
-conversation is over. The reward of a conversation is the sum of those of its steps; None: the step
-has none.
+`step` takes the model's text and returns the messages that follow, a reward (None: the step has
+none) and whether the conversation is over. The reward of a conversation is the sum over its steps.
 """
 
 import math
@@ -30,7 +29,7 @@ EnvironmentFactory = Callable[[], Environment]
 
 
 class InvalidResult(Exception):
-    """An environment returned something else than it has to."""
+    """An environment returned a value of the wrong form."""
 
 
 def check_messages(messages: Any, method: str) -> list[Message]:

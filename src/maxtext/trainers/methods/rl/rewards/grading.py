@@ -147,11 +147,11 @@ def shared_verifier(num_procs: int | None) -> MathVerifier:
 def score(
     completions: Sequence[str], answers: Sequence[Any], **keys: Any
 ) -> dict[str, list[float]]:
-    """The built-in rewards of each completion: `format_exact`, `format_parts` and `answer`.
+    """The built-in rewards of each completion: `format_exact`, `format_parts`, `answer`.
 
-    `answers`: the reference answer of each completion, or a list of those that count; see
+    `answers`: the reference answer of each completion, or a list of accepted answers; see
     `accepted_answers`. `keys`: configuration keys of rewards. An answer that math-verify does not
-    compare in time is nan: not scored.
+    compare in time gets nan: it is not scored.
     """
     config = RewardKeys.from_python(**keys)
     return {
@@ -190,8 +190,8 @@ def answer_rewards(
 
 
 def best(values: list[float], config: RewardKeys) -> float:
-    """The largest of the points for each accepted answer. It is nan if one was not compared and no
-    other is equal to the guess; without accepted answers, that of a wrong one."""
+    """The largest reward among the accepted answers. It is nan if one answer was not compared and
+    no other equals the guess; without accepted answers, it is the reward of a wrong answer."""
     scored = [value for value in values if not math.isnan(value)]
     least_equal = min(config.reward_exact_answer, config.reward_white_space_format_match)
     if len(scored) < len(values) and max(scored, default=-math.inf) < least_equal:
@@ -200,7 +200,8 @@ def best(values: list[float], config: RewardKeys) -> float:
 
 
 def points(guess: str, answer: str, is_equal: bool | None, config: RewardKeys) -> float:
-    """`is_equal`: by value; None if that is not known."""
+    """The reward for one accepted answer. `is_equal`: whether the values are equal; None:
+    unknown."""
     if guess == answer:
         return config.reward_exact_answer
     if guess.strip() == answer.strip():
@@ -218,7 +219,7 @@ def points(guess: str, answer: str, is_equal: bool | None, config: RewardKeys) -
 
 
 def number_ratio(guess: str, answer: str) -> Fraction | None:
-    """guess / answer; None if one is no number, or the answer is 0."""
+    """guess / answer; None if one is not a number, or the answer is 0."""
     numbers = parse_value(normalize(guess)), parse_value(normalize(answer))
     if numbers[0] is None or not numbers[1]:
         return None
@@ -245,8 +246,8 @@ def compare_values(
 
 
 def equal_plainly(answer: str, guess: str) -> bool | None:
-    """Whether two numbers are equal, or a choice with its text is that of a letter; None if one of
-    the texts is no number."""
+    """Whether two numbers are equal, or a choice with its text has the given letter; None if one of
+    the texts is not a number."""
     if choice_letter(guess) == answer.strip():
         return True
     numbers = parse_number(answer), parse_number(guess)
@@ -258,9 +259,10 @@ def equal_plainly(answer: str, guess: str) -> bool | None:
 def grade(responses: Sequence[str], answers: Any, *, eval_mode: str = "pass", **keys: Any) -> Grade:
     """(accuracy, partial accuracy, format) of the responses to one problem, each from 0 to 1.
 
-    `answers`: those that count. A response is correct if its answer equals one of them, by value,
-    and partially correct if it is within 10 % of one. eval_mode "pass": whether any response is;
-    "maj": the most frequent answer, the first of several; "pass_at_1": the share of the responses.
+    `answers`: the accepted answers. A response is correct if its answer equals one of them by
+    value, and partially correct if it is within 10 % of one. eval_mode "pass": whether any response
+    is correct; "maj": whether the most frequent answer is (the first if several are equally
+    frequent); "pass_at_1": the share of correct responses.
     """
     if eval_mode not in EVAL_MODES:
         raise ValueError(f"eval_mode={eval_mode!r} is not one of {', '.join(EVAL_MODES)}")
