@@ -66,7 +66,7 @@ FILE  default: the preset distill
         ),
     ),
     "grpo": Command(
-        "train a model by reinforcement: it samples completions, and rewards score them",
+        "train a model by reinforcement learning on rewards of sampled completions",
         "maxtext grpo ~/models/Qwen3-0.6B problems.jsonl num_batches=200",
         method(
             FINE_TUNING

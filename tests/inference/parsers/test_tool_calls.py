@@ -1,4 +1,4 @@
-"""Calls of functions in texts that come in parts of any size, as families of models write them."""
+"""Tool calls in texts that come in parts of any size, as model families write them."""
 
 import json
 import random
