@@ -38,6 +38,11 @@ FAMILIES = {
         n_group=1, topk_group=1, q_lora_rank=8, kv_lora_rank=6, qk_rope_head_dim=4,
         qk_nope_head_dim=4, v_head_dim=4, first_k_dense_replace=1, num_key_value_heads=4,
     ),
+    "Qwen3Next": dict(
+        head_dim=8, layer_types=["linear_attention", "full_attention"], linear_num_key_heads=2,
+        linear_num_value_heads=4, linear_key_head_dim=4, linear_value_head_dim=6, num_experts=3,
+        num_experts_per_tok=2, moe_intermediate_size=8, shared_expert_intermediate_size=12,
+    ),
 }  # fmt: skip
 VARIANTS = {
     "lora": ("Llama", dict(target_modules=["q_proj", "v_proj", "down_proj"])),
@@ -304,6 +309,33 @@ def test_experts_are_stacked_in_the_order_of_their_numbers(bases, tmp_path):
     assert {name: array.tobytes() for name, array in written.items()} == {
         name: array.tobytes() for name, array in arrays.items()
     }
+
+
+@pytest.mark.parametrize(
+    ("family", "keys"), [(family, {}) for family in FAMILIES] + [("Llama", {"fused_qkv": True})]
+)
+def test_native_factors_have_the_product_of_the_modules_factors(family, keys, bases):
+    """B A of the HF modules, as the tensor rule arranges a weight, is lora_a lora_b."""
+    random = np.random.default_rng(0)
+    for binding in ModelModules.of(settings_of(bases(family), **keys)).of_modules:
+        factors = [
+            (
+                random.standard_normal(a).astype("float32"),
+                random.standard_normal(b).astype("float32"),
+            )
+            for a, b in binding.hf_shapes(2)
+        ]
+        shapes = binding.shapes.items()
+        bound = binding.bind({path: (*s.batch, *s.inputs, *s.outputs) for path, s in shapes})
+        updates = bound.to_native([b @ a for a, b in factors])
+        native = binding.to_native(factors)
+        for update, (path, (a, b)) in zip(updates, native.items(), strict=True):
+            shape, rank = binding.shapes[path], a.shape[-1]
+            product = a.reshape(*shape.batch, -1, rank) @ b.reshape(*shape.batch, rank, -1)
+            np.testing.assert_allclose(product.reshape(update.shape), update, rtol=1e-4, atol=1e-5)
+        written = binding.to_hf(native)
+        for (a, b), (a_written, b_written) in zip(factors, written, strict=True):
+            np.testing.assert_allclose(b_written @ a_written, b @ a, rtol=1e-4, atol=1e-5)
 
 
 def test_layers_of_one_module_with_different_factors_are_written_as_blocks(bases, tmp_path):

@@ -2,8 +2,10 @@
 elements, and the factors A and B of an adapter on both sides.
 
 The tensor rules of a family say how the elements of a weight [out, in] are arranged natively, as
-[*in_shape, *out_shape]. The same rule, bound to a model whose outputs (or inputs) are replaced by
-the rank, arranges A [r, in] (or B [out, r]): rows and columns are copied, never computed.
+[*in_shape, *out_shape]. Applied to the numbers of rows, of a weight with one input, and to the
+numbers of columns, of one with one output, they give for each native layer the row of B at each
+output and the column of A at each input. Factors are indexed by these: values are copied, never
+computed.
 
 `ModuleBinding`: modules. A module of one side may be several of the other:
 - one HF module, several native layers (qkv_proj -> query, key, value): each layer has a copy of A,
@@ -21,6 +23,8 @@ blocks are read as they were written.
 """
 
 import abc
+import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -49,18 +53,14 @@ class LinearShape:
     def lora_b(self, rank: int) -> Shape:
         return (*self.batch, rank, *self.outputs)
 
-    def a_weight(self, rank: int) -> Shape:
-        """The shape of A as a weight whose outputs are the rank."""
-        return (*self.batch, *self.inputs, *[1] * (len(self.outputs) - 1), rank)
-
-    def b_weight(self, rank: int) -> Shape:
-        """The shape of B as a weight whose inputs are the rank."""
-        return (*self.batch, *[1] * (len(self.inputs) - 1), rank, *self.outputs)
-
 
 @dataclass(frozen=True, eq=False)
 class Binding(abc.ABC):
-    """A tensor rule of one layer: HF targets and the native layers with their elements."""
+    """A tensor rule of one layer: HF targets and the native layers with their elements.
+
+    Factors of all targets are one pair of arrays, A [X, R, in] and B [rows, R], where X is 1 but
+    for experts, and the rows are those of all targets (and of all experts of a parameter).
+    """
 
     rule: Rule
     layer: int | None
@@ -77,6 +77,10 @@ class Binding(abc.ABC):
         """The rank of a target with this A."""
 
     @abc.abstractmethod
+    def columns(self) -> np.ndarray:
+        """The column of A at each input of a native layer, [*inputs]."""
+
+    @abc.abstractmethod
     def to_native(self, factors: Sequence[Factors]) -> dict[str, Factors]:
         """(lora_a, lora_b) of each native layer, by path, from PEFT's factors of each target."""
 
@@ -85,30 +89,66 @@ class Binding(abc.ABC):
         """PEFT's factors of each target from (lora_a, lora_b) of the native layers that have an
         adapter."""
 
+    @property
+    def shape(self) -> LinearShape:
+        return self.shapes[self.native[0]]
+
+    @property
+    def inputs(self) -> int:
+        return math.prod(self.shape.inputs)
+
     def bind(self, shapes: Mapping[str, Shape]) -> BoundRule:
         bound = self.rule.bind({path + WEIGHT: shape for path, shape in shapes.items()}, self.layer)
         assert bound is not None, "the rule was bound to the shapes of the model before"
         return bound
 
-    def bind_b(self, rank: int) -> BoundRule:
-        return self.bind({path: self.shapes[path].b_weight(rank) for path in self.native})
+    def bind_rows(self) -> BoundRule:
+        """The rule of weights with one input."""
+        shapes = self.shapes.items()
+        return self.bind({path: (*s.batch, *[1] * len(s.inputs), *s.outputs) for path, s in shapes})
 
-    def pad(self, factors: Mapping[str, Factors]) -> tuple[dict[str, Factors], bool]:
-        """lora_a and lora_b of all native layers at their largest rank, zeros for layers without;
-        and whether all layers with an adapter have the same A."""
-        rank = max(a.shape[-1] for a, _ in factors.values())
-        dtype = next(iter(factors.values()))[0].dtype
-        nothing = np.zeros(0, dtype), np.zeros(0, dtype)
-        all_factors = {}
-        for path in self.native:
-            a, b = factors.get(path, nothing)
+    def rows(self) -> dict[str, np.ndarray]:
+        """The row of B at each output of the native layers, [*batch, *outputs]."""
+        bound = self.bind_rows()
+        ends = list(itertools.accumulate(map(math.prod, bound.hf_shapes)))
+        numbers = np.split(np.arange(ends[-1]), ends[:-1])
+        arrays = bound.to_native(
+            [part.reshape(shape) for part, shape in zip(numbers, bound.hf_shapes, strict=True)]
+        )
+        return {
+            path: array.reshape(*self.shapes[path].batch, *self.shapes[path].outputs)
+            for path, array in zip(self.native, arrays, strict=True)
+        }
+
+    def gather(self, a_XRI: np.ndarray, b_rows: np.ndarray) -> dict[str, Factors]:
+        """lora_a and lora_b of the native layers from the factors of all targets."""
+        rank, columns = a_XRI.shape[1], self.columns()
+        factors = {}
+        for path, rows in self.rows().items():
             shape = self.shapes[path]
-            all_factors[path] = (
-                padded(a, shape.lora_a(rank), dtype),
-                padded(b, shape.lora_b(rank), dtype),
-            )
-        first, *others = (all_factors[path][0] for path in self.native if path in factors)
-        return all_factors, all(np.array_equal(first, a) for a in others)
+            a = np.moveaxis(a_XRI[:, :, columns], 1, -1).reshape(shape.lora_a(rank))
+            b = np.moveaxis(b_rows[rows], -1, len(shape.batch))
+            factors[path] = np.ascontiguousarray(a), np.ascontiguousarray(b)
+        return factors
+
+    def scatter(self, factors: Mapping[str, Factors], blocks: Sequence[str]) -> Factors:
+        """The factors of all targets. Layers with different A have a block of ranks each, in the
+        order of `blocks`."""
+        first, *others = (a for a, _ in factors.values())
+        rank = max(a.shape[-1] for a, _ in factors.values())
+        shares_a = all(np.array_equal(first, a) for a in others)
+        num_ranks = rank if shares_a else rank * len(blocks)
+        rows, columns, count = self.rows(), self.columns(), math.prod(self.shape.batch)
+        num_rows = sum(array.size for array in rows.values())
+        a_XRI = np.zeros((count, num_ranks, self.inputs), first.dtype)
+        b_rows = np.zeros((num_rows, num_ranks), first.dtype)
+        for path, (a, b) in factors.items():
+            start = 0 if shares_a else rank * blocks.index(path)
+            block = slice(start, start + a.shape[-1])
+            a_block = np.moveaxis(a.reshape(count, *self.shape.inputs, -1), -1, 1)
+            a_XRI[:, block][:, :, columns] = a_block
+            b_rows[:, block][rows[path]] = np.moveaxis(b, len(self.shape.batch), -1)
+        return a_XRI, b_rows
 
 
 class ModuleBinding(Binding):
@@ -123,124 +163,57 @@ class ModuleBinding(Binding):
         """Whether several HF modules are one native layer."""
         return len(self.hf) > 1 and not self.stacks_experts
 
-    @property
-    def packed_axis(self) -> int:
-        """The axis of the native weight along which HF modules are concatenated."""
-        axis = self.rule.pairs[0].pattern.native.index(str(self.rule.join))
-        shape = self.shapes[self.native[0]]
-        if axis == len(shape.inputs) + len(shape.outputs) - 1:
-            raise ConfigError(
-                f"{self.native[0]} has no layout for the adapters of {', '.join(self.hf)}: unset "
-                "the key that fuses them"
-            )
-        return axis
-
-    def a_shape(self, path: str, rank: int) -> Shape:
-        shape = list(self.shapes[path].a_weight(rank))
-        if self.packs_modules:
-            full = self.shapes[path]
-            shape[self.packed_axis] = (*full.inputs, *full.outputs)[self.packed_axis]
-        return tuple(shape)
-
-    def bind_a(self, rank: int) -> BoundRule:
-        return self.bind({path: self.a_shape(path, rank) for path in self.native})
-
-    def rows_of_a(self, rank: int) -> np.ndarray:
-        """For each row of the HF tensor that A of all native layers form: layer · rank + row."""
-        arrays = [
-            np.broadcast_to(
-                np.arange(index * rank, (index + 1) * rank, dtype=np.int32),
-                self.shapes[path].a_weight(rank),
-            )
-            for index, path in enumerate(self.native)
-        ]
-        (rows,) = self.bind_a(rank).to_hf([np.ascontiguousarray(array) for array in arrays])
-        return rows[:, 0]
+    def columns(self) -> np.ndarray:
+        shapes, packed_axis = {}, None
+        for path, shape in self.shapes.items():
+            sizes = [*shape.inputs, *[1] * len(shape.outputs)]
+            if self.packs_modules:  # the rule has copies of the columns along this axis
+                packed_axis = self.rule.pairs[0].pattern.native.index(str(self.rule.join))
+                sizes[packed_axis] = (*shape.inputs, *shape.outputs)[packed_axis]
+            shapes[path] = (*shape.batch, *sizes)
+        bound = self.bind(shapes)
+        numbers = np.arange(self.inputs)
+        tensors = [np.broadcast_to(numbers, shape) for shape in bound.hf_shapes]
+        array = bound.to_native([np.ascontiguousarray(tensor) for tensor in tensors])[0]
+        if packed_axis is not None:
+            array = np.take(array, 0, axis=packed_axis)
+        return array.reshape(-1, *self.shape.inputs)[0]
 
     def hf_shapes(self, rank: int) -> list[tuple[Shape, Shape]]:
-        a_shapes, b_shapes = self.bind_a(1).hf_shapes, self.bind_b(1).hf_shapes
-        return [
-            ((rank, a_shape[1]), (b_shape[0], rank))
-            for a_shape, b_shape in zip(a_shapes, b_shapes, strict=True)
-        ]
+        return [((rank, self.inputs), (rows, rank)) for rows, _ in self.bind_rows().hf_shapes]
 
     def rank(self, a: np.ndarray) -> int:
         return a.shape[0]
 
     def to_native(self, factors: Sequence[Factors]) -> dict[str, Factors]:
-        a_arrays = self.a_to_native([a for a, _ in factors])
-        b_tensors = [b for _, b in factors]
-        rank = a_arrays[0].shape[-1]
+        a_tensors, b_tensors = zip(*factors, strict=True)
         if self.packs_modules:
-            b_tensors = in_blocks(b_tensors, axis=1)
-        b_arrays = self.bind_b(rank).to_native(b_tensors)
-        return {
-            path: (a, b.reshape(self.shapes[path].lora_b(rank)))
-            for path, a, b in zip(self.native, a_arrays, b_arrays, strict=True)
-        }
-
-    def a_to_native(self, tensors: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """A [r, in] of each HF module -> lora_a [*batch, *inputs, R] of each native layer."""
-        if self.packs_modules:
-            return [self.pack_a(tensors)]
-        rank = tensors[0].shape[0]
-        if not self.stacks_experts:
-            tensors = [tensors[0][self.rows_of_a(rank) % rank]]
-        arrays = self.bind_a(rank).to_native(tensors)
-        return [
-            array.reshape(self.shapes[path].lora_a(rank))
-            for path, array in zip(self.native, arrays, strict=True)
-        ]
-
-    def pack_a(self, tensors: Sequence[np.ndarray]) -> np.ndarray:
-        """[*inputs, total rank] of a native layer that is several HF modules. The rule has copies
-        of A along the packed axis; one of each module is taken."""
-        rank, inputs = tensors[0].shape[0], self.shapes[self.native[0]].inputs
-        bound = self.bind_a(rank)
-        counts = [shape[0] // rank for shape in bound.hf_shapes]
-        copies = [np.tile(a, (count, 1)) for a, count in zip(tensors, counts, strict=True)]
-        (array,) = bound.to_native(copies)
-        firsts = [sum(counts[:index]) for index in range(len(counts))]
-        parts = [np.take(array, first, axis=self.packed_axis) for first in firsts]
-        return np.concatenate([part.reshape(*inputs, rank) for part in parts], axis=-1)
+            # Modules have an A each: B is zero outside the block of each.
+            ranks = [0, *itertools.accumulate(b.shape[1] for b in b_tensors)]
+            b_tensors = tuple(
+                np.pad(b, [(0, 0), (start, ranks[-1] - stop)])
+                for b, (start, stop) in zip(b_tensors, itertools.pairwise(ranks), strict=True)
+            )
+            a_tensors = (np.concatenate(a_tensors),)
+        return self.gather(np.stack(a_tensors), np.concatenate(b_tensors))
 
     def to_hf(self, factors: Mapping[str, Factors]) -> list[Factors]:
-        all_factors, shares_a = self.pad(factors)
-        a_arrays, b_arrays = ([*arrays] for arrays in zip(*all_factors.values(), strict=True))
-        rank = a_arrays[0].shape[-1]
-        if shares_a:
-            a_arrays = [all_factors[next(iter(factors))][0]] * len(a_arrays)
-        spread = [self.spread_a(path, a) for path, a in zip(self.native, a_arrays, strict=True)]
-        a_tensors = list(self.bind_a(rank).to_hf(spread))
-        if self.packs_modules:
-            a_tensors = [tensor[:rank] for tensor in a_tensors]
-        elif len(self.native) > 1:
-            rows = np.argsort(self.rows_of_a(rank), kind="stable")
-            a_tensors = [a_tensors[0][rows[:rank] if shares_a else rows]]
-        if not shares_a:
-            b_arrays = in_blocks(b_arrays, axis=0)
-            rank *= len(b_arrays)
-        b_weights = [
-            b.reshape(self.shapes[path].b_weight(rank))
-            for path, b in zip(self.native, b_arrays, strict=True)
+        a_XRI, b_rows = self.scatter(factors, self.native)
+        return [
+            (a_XRI[index if self.stacks_experts else 0], b)
+            for index, b in enumerate(self.split_rows(b_rows))
         ]
-        return list(zip(a_tensors, self.bind_b(rank).to_hf(b_weights), strict=True))
 
-    def spread_a(self, path: str, a: np.ndarray) -> np.ndarray:
-        """lora_a in the shape that the rule of A has, with copies along a packed axis."""
-        rank = a.shape[-1]
-        return np.ascontiguousarray(
-            np.broadcast_to(a.reshape(self.shapes[path].a_weight(rank)), self.a_shape(path, rank))
-        )
+    def split_rows(self, array: np.ndarray) -> list[np.ndarray]:
+        """The rows of each module."""
+        ends = itertools.accumulate(shape[0] for shape in self.bind_rows().hf_shapes)
+        return np.split(array, list(ends)[:-1])
 
-    # DoRA's magnitudes [out] are B of rank 1.
+    # DoRA's magnitudes [out] are arranged as the rows of B.
 
     def magnitudes_to_native(self, tensors: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
-        arrays = self.bind_b(1).to_native([tensor.reshape(-1, 1) for tensor in tensors])
-        return {
-            path: array.reshape(self.shapes[path].outputs)
-            for path, array in zip(self.native, arrays, strict=True)
-        }
+        magnitudes = np.concatenate([tensor.reshape(-1) for tensor in tensors])
+        return {path: magnitudes[rows] for path, rows in self.rows().items()}
 
     def magnitudes_to_hf(self, magnitudes: Mapping[str, np.ndarray]) -> list[np.ndarray]:
         missing = [path for path in self.native if path not in magnitudes]
@@ -248,8 +221,12 @@ class ModuleBinding(Binding):
             raise ConfigError(
                 f"DoRA of {self.hf[0]} needs adapters of all its parts, also of {missing[0]}"
             )
-        arrays = [magnitudes[path].reshape(self.shapes[path].b_weight(1)) for path in self.native]
-        return [tensor.reshape(-1) for tensor in self.bind_b(1).to_hf(arrays)]
+        all_rows = self.rows()
+        dtype = magnitudes[self.native[0]].dtype
+        array = np.empty(sum(rows.size for rows in all_rows.values()), dtype)
+        for path, rows in all_rows.items():
+            array[rows] = magnitudes[path]
+        return self.split_rows(array)
 
 
 @dataclass(frozen=True, eq=False)
@@ -268,22 +245,15 @@ class ParameterBinding(Binding):
         return self.hf[0].rpartition(".")[2]
 
     @property
-    def shape(self) -> LinearShape:
-        return self.shapes[self.native[0]]
-
-    @property
     def experts(self) -> int:
         return self.shape.batch[0]
 
-    @property
-    def is_transposed(self) -> bool:
-        """Whether the parameter is [X, I, O]."""
-        pattern = self.rule.pairs[0].pattern
-        return pattern.hf[1] == (pattern.native[-2],)
+    def columns(self) -> np.ndarray:
+        return np.arange(self.inputs)
 
     def hf_shapes(self, rank: int, swapped: bool | None = None) -> list[tuple[Shape, Shape]]:
         """Exchanged as in this version of PEFT, unless `swapped` says otherwise."""
-        inputs, outputs = self.shape.inputs[0], self.shape.outputs[0] * len(self.native)
+        inputs, outputs = self.inputs, self.shape.outputs[0] * len(self.native)
         if self.swapped if swapped is None else swapped:
             inputs, outputs = outputs, inputs
         return [((self.experts * rank, inputs), (outputs, rank * self.experts))]
@@ -308,30 +278,18 @@ class ParameterBinding(Binding):
         b_XOr = b.reshape(-1, rank, self.experts).transpose(2, 0, 1)
         if self.is_swapped(a.shape, b.shape, rank):
             a_XrI, b_XOr = (factor.transpose(0, 2, 1) for factor in (b_XOr, a_XrI))
-        b_hf = b_XOr.transpose(0, 2, 1) if self.is_transposed else b_XOr
-        b_arrays = self.bind_b(rank).to_native([np.ascontiguousarray(b_hf)])
-        a_XIr = a_XrI.transpose(0, 2, 1)
+        native = self.gather(a_XrI, b_XOr.reshape(-1, rank))
+        blocks = diagonal_blocks([b for _, b in native.values()])
         return {
-            path: (np.ascontiguousarray(a_XIr[..., block]), np.ascontiguousarray(b_array[:, block]))
-            for path, b_array, block in zip(
-                self.native, b_arrays, diagonal_blocks(b_arrays), strict=True
-            )
+            path: (np.ascontiguousarray(a[..., block]), np.ascontiguousarray(b[:, block]))
+            for (path, (a, b)), block in zip(native.items(), blocks, strict=True)
         }
 
     def to_hf(self, factors: Mapping[str, Factors]) -> list[Factors]:
-        all_factors, shares_a = self.pad(factors)
         present = [path for path in self.native if path in factors]
-        a_XIr = all_factors[present[0]][0]
-        b_arrays = {path: b for path, (_, b) in all_factors.items()}
-        if not shares_a:
-            a_XIr = np.concatenate([all_factors[path][0] for path in present], axis=-1)
-            blocks = in_blocks([b_arrays[path] for path in present], axis=1)
-            b_arrays = dict(zip(present, blocks, strict=True))
-        rank = a_XIr.shape[-1]
-        zeros = np.zeros(self.shape.lora_b(rank), a_XIr.dtype)
-        (b_hf,) = self.bind_b(rank).to_hf([b_arrays.get(path, zeros) for path in self.native])
-        a_XrI = a_XIr.transpose(0, 2, 1)
-        b_XOr = b_hf.transpose(0, 2, 1) if self.is_transposed else b_hf
+        a_XrI, b_rows = self.scatter(factors, present)
+        rank = a_XrI.shape[1]
+        b_XOr = b_rows.reshape(self.experts, -1, rank)
         if self.swapped:
             a_XrI, b_XOr = (factor.transpose(0, 2, 1) for factor in (b_XOr, a_XrI))
         a = a_XrI.reshape(self.experts * rank, -1)
@@ -350,19 +308,6 @@ def diagonal_blocks(b_arrays: Sequence[np.ndarray]) -> list[slice]:
         for b, block in zip(b_arrays, blocks, strict=True)
     )
     return blocks if is_diagonal else [slice(0, rank)] * count
-
-
-def in_blocks(arrays: Sequence[np.ndarray], axis: int) -> list[np.ndarray]:
-    """The arrays with zeros before and after them along an axis, so that no two overlap."""
-    total, start, blocks = sum(array.shape[axis] for array in arrays), 0, []
-    for array in arrays:
-        shape = (*array.shape[:axis], total, *array.shape[axis + 1 :])
-        block = np.zeros(shape, array.dtype)
-        stop = start + array.shape[axis]
-        block[(slice(None),) * axis + (slice(start, stop),)] = array
-        blocks.append(block)
-        start = stop
-    return blocks
 
 
 def padded(array: np.ndarray, shape: Shape, dtype: np.dtype) -> np.ndarray:
