@@ -1,5 +1,5 @@
 """Gradients of every weight equal torch's: dense models, experts with latent attention, Gated
-DeltaNets.
+DeltaNets. And a student whose teacher is itself has nothing to learn.
 
 The gradients that torch finds are written into a Hugging Face folder in place of the weights, and
 read by our tables.
@@ -13,7 +13,14 @@ import torch
 import zoo
 
 from maxtext import LLM
+from maxtext.checkpoint.open import open_checkpoint
+from maxtext.configs.derive import Devices
+from maxtext.configs.sources import from_overrides
+from maxtext.models.configuration import load
+from maxtext.trainers.checkpointing.init_state import initial_state, with_reference
+from maxtext.trainers.compilation.compile import compile_train_step
 from maxtext.trainers.model_losses import language_model_losses
+from maxtext.trainers.run_context import RunContext
 
 LENGTH = 24  # tokens that are learned from
 FAST = {"llama tied with biases", "mixtral sliding", "qwen3-next one to one"}
@@ -84,3 +91,31 @@ def test_gradients(name, specimen, model, tmp_path):
             )
         else:
             assert not np.any(leaf), path  # what is set in another way has no gradient
+
+
+# With norms, biases of routers, decays and sinks that bfloat16 would round.
+SENSITIVE = ["llama tied with biases", "gpt-oss", "deepseek3", "qwen3-next one to one"]
+
+
+@pytest.mark.representative("gpt-oss-bfloat16")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", SENSITIVE)
+def test_kl_from_a_teacher_that_is_the_student_is_0(name, dtype, specimen):
+    example = specimen(name)
+    keys = [
+        f"load_parameters_path={example.folder}",
+        f"teacher_overrides.load_parameters_path={example.folder}",
+        *(f"{key}={value}" for key, value in zoo.SETTINGS.items() if "dtype" not in key),
+        f"dtype={dtype}", f"max_target_length={LENGTH}", "per_device_batch_size=1", "steps=1",
+        "dataset_type=grain", "enable_tensorboard=false", "remat_policy=none",
+    ]  # fmt: skip
+    layer = from_overrides(keys)
+    model_layer = open_checkpoint(example.folder).model_layer
+    context = RunContext.from_config(
+        load(None, layer, environ={}, devices=Devices(1), model=model_layer)
+    )
+    state = with_reference(context, initial_state(context), 0, None)
+    batch = {key: field[:1] for key, field in batch_of(example.ids).items()}
+    _, metrics = compile_train_step(context, 1)(state, batch, context.key)
+    assert abs(float(metrics["kl_temperature_1"])) < 1e-7  # the rounding of float32
+    assert float(metrics["teacher_loss"]) > 1

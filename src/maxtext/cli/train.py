@@ -17,7 +17,6 @@ from maxtext.common.hub import find_folder
 from maxtext.common.supervise import die_with_launcher
 from maxtext.configs import ledger, sources
 from maxtext.configs.load import base_values, peek_setting
-from maxtext.configs.provenance import Setting, Source
 from maxtext.configs.startup import configure_process, process_settings
 from maxtext.configs.types import MaxTextConfig
 
@@ -207,9 +206,6 @@ def write_teacher_logits(arguments: Arguments) -> int:
     path, overrides = positionals.split(words[1:])
     path = path or str(sources.HERE / "distill.yml")
     layer = sources.from_overrides(overrides)
-    # A frozen model needs no weights wider than what it computes in.
-    dtype = peek_setting("dtype", path, layer, os.environ) or base_values().dtype.value
-    layer.setdefault("weight_dtype", Setting(dtype, Source("derived")))
     checkpoint = open_model_checkpoint(path, layer)
     config = load(path, layer, model=checkpoint.model_layer if checkpoint else None)
     ledger.refuse_unsupported_model(config, base_values())

@@ -22,8 +22,14 @@ if TYPE_CHECKING:
 # of the time, and the step runs as fast. XLA_FLAGS override these options.
 COMPILER_OPTIONS: dict[str, dict[str, Any]] = {"cpu": {"xla_backend_optimization_level": 1}}
 # XLA may leave out a rounding to bfloat16, and does so in other places of a forward pass that is
-# differentiated than of one that is not: a policy would differ from an equal reference.
-ROUNDING_OPTIONS: dict[str, Any] = {"xla_allow_excess_precision": False}
+# differentiated than of one that is not: a policy would differ from an equal reference. On CPUs
+# YNNPACK does so, too, in the elementwise operations that are fused with a matmul.
+EXACT_ROUNDING = {"xla_allow_excess_precision": False}
+ROUNDING_OPTIONS: dict[str, dict[str, Any]] = {
+    "cpu": EXACT_ROUNDING
+    | {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"},
+    "gpu": EXACT_ROUNDING,
+}
 # in the error message of the TPU compiler
 SHORTAGE = re.compile(r"Used \S+ of \S+ \w+\. Exceeded .*? by [\d.]+\w+")
 
@@ -103,13 +109,13 @@ def compile_lowered(context: "RunContext", lowered: jax.stages.Lowered) -> jax.s
 
 
 def default_options(context: "RunContext") -> dict[str, Any]:
-    """COMPILER_OPTIONS of the platform, with ROUNDING_OPTIONS for a policy and its reference,
-    without those that XLA_FLAGS sets."""
+    """COMPILER_OPTIONS of the platform, with its ROUNDING_OPTIONS for a policy and its reference or
+    a student and its teacher, without those that XLA_FLAGS sets."""
     given = {flag.partition("=")[0] for flag in os.environ.get("XLA_FLAGS", "").split()}
     platform = platform_of(context)
     options = COMPILER_OPTIONS.get(platform, {})
-    if context.objective.compares_passes and platform in ("cpu", "gpu"):
-        options = options | ROUNDING_OPTIONS
+    if context.objective.compares_passes:
+        options = options | ROUNDING_OPTIONS.get(platform, {})
     return {name: value for name, value in options.items() if f"--{name}" not in given}
 
 

@@ -12,6 +12,7 @@ import transformers
 from maxtext.checkpoint.open import open_checkpoint
 from maxtext.checkpoint.weights import ModelWeights
 from maxtext.common.errors import ConfigError
+from maxtext.common.trees import flatten_dict
 from maxtext.configs.derive import Devices
 from maxtext.configs.sources import from_overrides
 from maxtext.models.configuration import load
@@ -205,11 +206,12 @@ def test_memory_settings_do_not_change_the_update(start, updated, batch, overrid
 
 
 @pytest.mark.slow
-def test_teacher_stays_as_it_was_and_has_the_compute_dtype(start, batch):
+def test_teacher_stays_as_it_was_and_has_matrices_in_the_compute_dtype(start, batch):
     run = start("dtype=bfloat16")
     state = run.state()
     assert {leaf.dtype for leaf in jax.tree.leaves(state.weights)} == {np.dtype("float32")}
-    assert {leaf.dtype.name for leaf in jax.tree.leaves(state.reference)} == {"bfloat16"}
+    for path, leaf in flatten_dict(state.reference).items():
+        assert leaf.dtype == ("float32" if path[-1] == "scale" else "bfloat16"), path
     after, _ = run.step(state, batch)
     assert jax.tree.all(
         jax.tree.map(lambda a, b: bool((a == b).all()), state.reference, after.reference)
@@ -407,7 +409,8 @@ def test_coefficients_follow_their_schedules(start):
 def test_estimate_counts_the_teacher(start, models):
     config = start("dtype=bfloat16").config
     result = estimate_memory(config, find_target("cpu"), compiling=False)
-    assert result.reference.device == 2 * models[2].num_parameters()
+    norms = sum(p.numel() for name, p in models[2].named_parameters() if "norm" in name)
+    assert result.reference.device == 2 * models[2].num_parameters() + 2 * norms
 
 
 def test_teacher_has_the_keys_of_the_run_and_its_own(start):

@@ -11,14 +11,16 @@ from array_record.python.array_record_module import ArrayRecordWriter
 
 from maxtext.checkpoint.open import open_checkpoint
 from maxtext.common.errors import ConfigError, UserError
+from maxtext.common.trees import flatten_dict
 from maxtext.configs.derive import Devices
 from maxtext.configs.sources import from_overrides
 from maxtext.input_pipeline.interface import ShardSpec, Split
 from maxtext.input_pipeline.row_formats import DOCUMENTS
 from maxtext.input_pipeline.teacher_logits import teacher_logits_source
 from maxtext.models.configuration import load
+from maxtext.trainers.checkpointing.init_state import initial_weights
 from maxtext.trainers.methods.distillation import write_logits as write_logits_module
-from maxtext.trainers.methods.distillation.write_logits import write_logits
+from maxtext.trainers.methods.distillation.write_logits import frozen_context, write_logits
 from tests.trainers.conftest import LENGTH, VOCABULARY, with_defaults
 from tests.trainers.methods.distillation.test_distillation import (
     ALPHA,
@@ -221,6 +223,13 @@ def test_records_that_are_no_arrays_are_refused(logits, student, tmp_path):
     larger = batches[0] | {"top_k_indices": batches[0]["top_k_indices"] + VOCABULARY}
     with pytest.raises(ConfigError, match="or more, and this run has vocab_size"):
         read("larger", [larger])
+
+
+def test_norms_of_the_teacher_are_not_rounded(teacher):
+    """In bfloat16; matrices are stored as layers cast them."""
+    weights = initial_weights(frozen_context(configure(teacher[0], "dtype=bfloat16")))
+    for path, weight in flatten_dict(weights).items():
+        assert weight.dtype == ("float32" if path[-1] == "scale" else "bfloat16"), path
 
 
 def test_teacher_of_a_distillation_writes_its_logits(teacher, student, logits, tmp_path):

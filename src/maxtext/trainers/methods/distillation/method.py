@@ -28,7 +28,7 @@ def distillation_objective(
 ) -> DistillationObjective:
     """Raises ConfigError if the student cannot learn from its teacher."""
     teacher = teacher_config(config, rules)
-    teacher_template = make_template(teacher, build_context(teacher, rules))
+    teacher_template = make_template(teacher, build_context(teacher, rules)).for_cast
     if config.distill_beta > 0:
         check_features(config, teacher)
     learn_to_init = None

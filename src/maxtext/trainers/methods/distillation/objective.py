@@ -4,8 +4,9 @@
 
 hard is the cross-entropy, feature the distance of the outputs of attention, layer by layer.
 
-The teacher is the reference of the training state: frozen, in the compute dtype, on the mesh of the
-student. Evaluation is that of the student alone. Shapes: B batch, S sequence, E embedding.
+The teacher is the reference of the training state: frozen, on the mesh of the student, and in the
+compute dtype where its layers cast to it (`Template.cast`). Evaluation is that of the student
+alone. Shapes: B batch, S sequence, E embedding.
 """
 
 from collections.abc import Callable
@@ -56,6 +57,10 @@ class DistillationObjective(LanguageModelObjective):
         return replace(
             self, config=config, teacher_config=self.teacher_config.model_copy(update=update)
         )
+
+    @property
+    def compares_passes(self) -> bool:
+        return True
 
     @property
     def reference_flops_per_token(self) -> float:

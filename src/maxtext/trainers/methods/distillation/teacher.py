@@ -35,8 +35,8 @@ STUDENT_KEYS = {
 
 def teacher_config(config: MaxTextConfig, rules: AxisRules) -> MaxTextConfig:
     """The configuration of the teacher: the keys that the user sets for the run, and over them
-    teacher_overrides. Its weights have the compute dtype. A folder at its load_parameters_path
-    defines its model, unless teacher_overrides sets model_name.
+    teacher_overrides. A folder at its load_parameters_path defines its model, unless
+    teacher_overrides sets model_name.
 
     Raises ConfigError if the vocabularies of teacher and student differ.
     """
@@ -47,10 +47,7 @@ def teacher_config(config: MaxTextConfig, rules: AxisRules) -> MaxTextConfig:
         if key not in STUDENT_KEYS | config.student_overrides.keys() and config.source(key).is_user
     }
     source = Source(config.source("teacher_overrides").kind, "teacher_overrides")
-    dtype = overrides.get("dtype", config.dtype.value)
-    own = {
-        key: Setting(value, source) for key, value in ({"weight_dtype": dtype} | overrides).items()
-    }
+    own = {key: Setting(value, source) for key, value in overrides.items()}
     path = overrides.get("load_parameters_path")
     has_name = overrides.get("model_name", "default") != "default"
     with as_config_error():

@@ -1,6 +1,7 @@
 """Writes the largest logits of a model over its training data, for `offline_data_dir`."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,11 @@ from maxtext.trainers.compilation.compile import lower
 from maxtext.trainers.data_loader import open_train_streams, shard_batch
 from maxtext.trainers.methods.distillation.teacher import teacher_config
 from maxtext.trainers.model_losses import bind_model, training_inputs
+from maxtext.trainers.objective import ModelObjective
 from maxtext.trainers.run_context import RunContext
 from maxtext.trainers.sequence_tiles import map_tiles
 from maxtext.trainers.shardings import with_shardings
+from maxtext.trainers.trainable import has_adapters
 
 PART_TOKENS = 2**15  # at least; a part has whole batches
 
@@ -51,7 +54,7 @@ def write_logits(
         raise ConfigError("there is no teacher: set load_parameters_path=DIR")
     if config.source("num_epoch").kind == "derived":  # repeated rows have the same logits
         config = config.model_copy(update={"num_epoch": 1})
-    context = RunContext.from_config(config)
+    context = frozen_context(config)
     create_folder(
         folder,
         {
@@ -81,6 +84,17 @@ def write_logits(
     finally:
         streams.close()
     return num_parts, num_rows
+
+
+def frozen_context(config: MaxTextConfig) -> RunContext:
+    """The context of a run that changes no weight: those that layers cast are stored as cast. With
+    adapters, the base is stored in weight_dtype."""
+    context = RunContext.from_config(config)
+    if has_adapters(config):
+        return context
+    assert isinstance(context.objective, ModelObjective)
+    objective = replace(context.objective, template=context.template.for_cast)
+    return replace(context, objective=objective)
 
 
 def parts(config: MaxTextConfig, streams: DataStreams) -> Iterator[list[Batch]]:
