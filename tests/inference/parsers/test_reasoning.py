@@ -43,6 +43,7 @@ def parse(message_format, text, size):
         (INSIDE, "Hm</think>a</think>b", "Hm", "a</think>b"),
         (INSIDE, "Hm < </thin", "Hm < </thin", ""),
         (OVER, "<think>a</think>b", "", "<think>a</think>b"),
+        (Reasoning("seed_oss"), "<seed:think>Hm</think></seed:think>\nYes", "Hm</think>", "Yes"),
         (HARMONY, f"{ANALYSIS}{FINAL}Yes<|return|>", "Hm.", "Yes"),
         (HARMONY, f"{FINAL}Yes", "", "Yes"),
         (HARMONY, "plain < text", "", "plain < text"),
@@ -122,6 +123,15 @@ def test_state_by_the_end_of_the_prompt(prompt, expected):
 
 def test_state_of_a_message_that_is_continued():
     assert Reasoning.from_prompt("think", "assistant: <think>I am", continues=True) == INSIDE
+
+
+def test_tags_of_seed_oss():
+    prompt = "<seed:bos>assistant\n<seed:think>"
+    inside = Reasoning("seed_oss", starts_inside=True)
+    assert Reasoning.from_prompt("seed_oss", prompt) == inside
+    assert Reasoning.from_prompt("seed_oss", prompt + "</seed:think>").is_over
+    assert (inside.span.start, inside.span.end) == ("", "</seed:think>")
+    assert find_reasoning_parser("{{ '<seed:think>' }}{{ '</seed:think>' }}") == "seed_oss"
 
 
 def write_tokenizer(folder, special):

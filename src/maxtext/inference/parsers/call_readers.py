@@ -8,6 +8,7 @@ import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from maxtext.inference.parsers.json_scanner import JsonScanner
@@ -18,11 +19,45 @@ Call = tuple[str, Any]  # name, arguments
 CALL_HEAD = re.compile(
     r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
 )
-FUNCTION_HEAD = re.compile(r"\s*<function=([^>\s]+)>")
-FUNCTION_END = "</function>"
-PARAMETER_START, PARAMETER_END = "<parameter=", "</parameter>"
-PARAMETER_HEAD = re.compile(rf"\s*{PARAMETER_START}([^>\s]+)>")
 JSON_DECODER = json.JSONDecoder()
+
+
+@dataclass(frozen=True)
+class XmlSyntax:
+    """How a family writes a call whose parameters have tags."""
+
+    head: re.Pattern[str]  # with the name of the function
+    parameter_start: str
+    parameter_head: re.Pattern[str]  # with the name of the parameter, up to its value
+    parameter_end: str
+    end: str | None = None  # of the function, before the end of the call
+    # A call without parameters may be the name of a function alone.
+    has_bare_names: bool = False
+
+
+# <function=NAME><parameter=KEY>VALUE</parameter>...</function>
+FUNCTION_SYNTAX = XmlSyntax(
+    head=re.compile(r"\s*<function=([^>\s]+)>"),
+    parameter_start="<parameter=",
+    parameter_head=re.compile(r"\s*<parameter=([^>\s]+)>"),
+    parameter_end="</parameter>",
+    end="</function>",
+)
+# NAME, line break, <arg_key>KEY</arg_key><arg_value>VALUE</arg_value>...
+GLM_SYNTAX = XmlSyntax(
+    head=re.compile(r"\s*([^\s<]+)(?:[ \t]*\n|\s*(?=<arg_key>))"),
+    parameter_start="<arg_key>",
+    parameter_head=re.compile(r"\s*<arg_key>\s*([^<\s]+)\s*</arg_key>\s*<arg_value>"),
+    parameter_end="</arg_value>",
+    has_bare_names=True,
+)
+# name="NAME"><parameter name="KEY">VALUE</parameter>..., after <invoke
+INVOKE_SYNTAX = XmlSyntax(
+    head=re.compile(r"\s+name=\"?([^\s\">]+)\"?\s*>"),
+    parameter_start="<parameter name=",
+    parameter_head=re.compile(r"\s*<parameter name=\"?([^\s\">]+)\"?\s*>"),
+    parameter_end="</parameter>",
+)
 
 
 class CallReader(ABC):
@@ -32,6 +67,10 @@ class CallReader(ABC):
         self.index = index
         self.text = ""
         self.is_call = False
+
+    @property
+    def num_calls(self) -> int:
+        return int(self.is_call)
 
     @abstractmethod
     def add(self, text: str) -> list[MessageDelta]:
@@ -186,17 +225,18 @@ class ObjectCallReader(ObjectReader):
 
 
 class XmlCallReader(CallReader):
-    """<function=NAME><parameter=KEY>VALUE</parameter>...</function>, as Qwen3-Coder writes it. The
-    schema of the function says which values are texts; others are JSON where they can be. Each
-    parameter is passed on when it is complete.
+    """A call whose parameters have tags, as Qwen3-Coder, GLM and MiniMax write it. The schema of
+    the function says which values are texts; others are JSON where they can be. Each parameter is
+    passed on when it is complete.
 
-    Values are not escaped. One that has the tag of the end of a call goes on after it if
-    </parameter> follows before another parameter begins.
+    Values are not escaped. One that has the tag of the end of a call goes on after it if the
+    parameter's end follows before another parameter begins.
     """
 
-    def __init__(self, index: int, schemas: Schemas):
+    def __init__(self, index: int, schemas: Schemas, syntax: XmlSyntax = FUNCTION_SYNTAX):
         super().__init__(index)
         self.schemas = schemas
+        self.syntax = syntax
         self.name: str | None = None
         self.position = 0  # of what was not read yet
         self.num_parameters = 0
@@ -205,20 +245,22 @@ class XmlCallReader(CallReader):
         """Text from a tag in a value on waits until it is known whether the value goes on."""
         unread = self.text[self.position :] + text
         num_read = len(unread) - len(text)
-        match = FUNCTION_HEAD.match(unread) if self.name is None else None
+        syntax = self.syntax
+        match = syntax.head.match(unread) if self.name is None else None
         position = match.end() if match else 0
-        while match := PARAMETER_HEAD.match(unread, position):
-            close = unread.find(PARAMETER_END, match.end())
+        while match := syntax.parameter_head.match(unread, position):
+            close = unread.find(syntax.parameter_end, match.end())
             stop = len(unread) if close < 0 else close
             tag = unread.find(end, match.end(), stop)
             size = tag - num_read
-            if tag >= 0 and (unread.find(PARAMETER_START, tag, stop) >= 0 or (last and close < 0)):
+            is_next = tag >= 0 and unread.find(syntax.parameter_start, tag, stop) >= 0
+            if is_next or (tag >= 0 and last and close < 0):
                 return text[:size], text[size + len(end) :], True
             if tag >= 0 and close < 0:
                 return text[:size], text[size:], False
             if close < 0:
                 break
-            position = close + len(PARAMETER_END)
+            position = close + len(syntax.parameter_end)
         in_values = max(position - num_read, 0)
         inner, rest, is_closed = super().split(text[in_values:], end, last)
         return text[:in_values] + inner, rest, is_closed
@@ -227,15 +269,15 @@ class XmlCallReader(CallReader):
         self.text += text
         deltas: list[MessageDelta] = []
         if self.name is None:
-            match = FUNCTION_HEAD.match(self.text)
+            match = self.syntax.head.match(self.text)
             if match is None:
                 return []
             self.name, self.position = match[1], match.end()
-        while match := PARAMETER_HEAD.match(self.text, self.position):
-            close = self.text.find(PARAMETER_END, match.end())
+        while match := self.syntax.parameter_head.match(self.text, self.position):
+            close = self.text.find(self.syntax.parameter_end, match.end())
             if close < 0:
                 break
-            self.position = close + len(PARAMETER_END)
+            self.position = close + len(self.syntax.parameter_end)
             value = self.text[match.end() : close]
             deltas += self.parameter(match[1], value.removeprefix("\n").removesuffix("\n"))
         return deltas
@@ -255,12 +297,14 @@ class XmlCallReader(CallReader):
         return [] if is_call else [MessageDelta(index=self.index, name=self.name)]
 
     def finish(self, is_closed: bool) -> list[MessageDelta]:
-        rest = self.text[self.position :].strip()
-        is_complete = rest in ("", FUNCTION_END) and (is_closed or rest == FUNCTION_END)
+        rest, end = self.text[self.position :].strip(), self.syntax.end
+        if self.name is None and self.syntax.has_bare_names and is_closed and rest in self.schemas:
+            self.name, rest = rest, ""
+        is_complete = rest in ("", end) and (is_closed or rest == end)
         if self.name is None or not (is_complete or (self.is_call and is_closed)):
             return []
-        end = "}" if self.num_parameters else "{}"
-        return [*self.begin(), MessageDelta(index=self.index, arguments=end)]
+        braces = "}" if self.num_parameters else "{}"
+        return [*self.begin(), MessageDelta(index=self.index, arguments=braces)]
 
 
 ReaderFactory = Callable[[int], CallReader]  # of the index of a call

@@ -1,6 +1,7 @@
 """Reasoning that precedes the answer in a completion, in the forms that families of models write.
 
 `think`: <think>reasoning</think>answer, where the chat template may have written <think> already.
+`seed_oss`: the same with the tags <seed:think> and </seed:think>.
 `gpt_oss`: the channels of OpenAI's harmony format, <|channel|>analysis<|message|>reasoning<|end|>
 <|start|>assistant<|channel|>final<|message|>answer, with calls in the channel commentary.
 """
@@ -19,7 +20,8 @@ from maxtext.inference.parsers.message_parser import (
 from maxtext.inference.requests import ReasoningSpan
 from maxtext.tokenizers import Tokenizer
 
-THINK_START, THINK_END = "<think>", "</think>"
+# The tags of a parser that reads reasoning before the answer, by its name.
+THINK_TAGS = {"think": ("<think>", "</think>"), "seed_oss": ("<seed:think>", "</seed:think>")}
 CHANNEL, MESSAGE, START = "<|channel|>", "<|message|>", "<|start|>"
 CONSTRAIN, END, CALL, RETURN = "<|constrain|>", "<|end|>", "<|call|>", "<|return|>"
 FINAL = f"{CHANNEL}final{MESSAGE}"
@@ -28,7 +30,7 @@ HARMONY_SPLIT = re.compile("|".join(map(re.escape, HARMONY_TAGS)))
 RECIPIENT = re.compile(r"to=functions\.([^\s<]+)")
 # Special tokens that a parser must see in the text, by its name.
 PARSER_TAGS: dict[str, tuple[str, ...]] = {
-    "think": (THINK_START, THINK_END),
+    **THINK_TAGS,
     "gpt_oss": HARMONY_TAGS,
     "none": (),
 }
@@ -40,7 +42,9 @@ class ThinkParser(MessageParser):
     belong to neither reasoning nor answer.
     """
 
-    def __init__(self, starts_inside: bool):
+    def __init__(self, start: str, end: str, starts_inside: bool):
+        self.start = start
+        self.end = end
         self.text = ""
         self.state = "inside" if starts_inside else "undecided"
         self.is_first = True  # nothing of the reasoning, or of the answer after it, has come
@@ -50,9 +54,9 @@ class ThinkParser(MessageParser):
         deltas: list[MessageDelta] = []
         if self.state == "undecided":
             begins = self.text.lstrip()
-            if begins.startswith(THINK_START):
-                self.state, self.text = "inside", begins.removeprefix(THINK_START)
-            elif last or not THINK_START.startswith(begins):
+            if begins.startswith(self.start):
+                self.state, self.text = "inside", begins.removeprefix(self.start)
+            elif last or not self.start.startswith(begins):
                 self.state, self.is_first = "outside", False
             else:
                 return []
@@ -69,12 +73,12 @@ class ThinkParser(MessageParser):
     def take_reasoning(self, last: bool) -> list[MessageDelta]:
         if self.is_first:
             self.text = self.text.lstrip("\n")
-        end = self.text.find(THINK_END)
+        end = self.text.find(self.end)
         if end >= 0:
-            reasoning, self.text = self.text[:end], self.text[end + len(THINK_END) :]
+            reasoning, self.text = self.text[:end], self.text[end + len(self.end) :]
             self.state, self.is_first = "outside", True
         else:
-            pending = 0 if last else partial_length(self.text, THINK_END)
+            pending = 0 if last else partial_length(self.text, self.end)
             reasoning = self.text[: len(self.text) - pending].rstrip("\n")
             self.text = self.text[len(reasoning) :]
         reasoning = reasoning.rstrip("\n") if end >= 0 or last else reasoning
@@ -154,8 +158,8 @@ class Reasoning:
     """The reasoning of the completions of one request."""
 
     parser: str = "none"  # of PARSERS
-    starts_inside: bool = False  # the prompt ends with <think>
-    is_over: bool = False  # the prompt ends with </think>
+    starts_inside: bool = False  # the prompt ends with the tag at the start of reasoning
+    is_over: bool = False  # the prompt ends with the tag at its end
     is_wanted: bool = False  # the request asks for it
 
     @classmethod
@@ -165,12 +169,13 @@ class Reasoning:
         """`prompt` is the text that the chat template wrote; `continues`: it ends with a message
         that the completion continues.
         """
-        if parser != "think":
+        if parser not in THINK_TAGS:
             return cls(parser, is_wanted=is_wanted)
-        start, end = prompt.rfind(THINK_START), prompt.rfind(THINK_END)
-        is_blank = not prompt[start + len(THINK_START) :].strip()
+        start_tag, end_tag = THINK_TAGS[parser]
+        start, end = prompt.rfind(start_tag), prompt.rfind(end_tag)
+        is_blank = not prompt[start + len(start_tag) :].strip()
         is_open = start > end and (continues or is_blank)
-        is_over = end > start and not prompt[end + len(THINK_END) :].strip()
+        is_over = end > start and not prompt[end + len(end_tag) :].strip()
         return cls(parser, starts_inside=is_open, is_over=is_over, is_wanted=is_wanted)
 
     def build_parser(self, calls: MessageParser, with_channel_calls: bool = False) -> MessageParser:
@@ -180,7 +185,9 @@ class Reasoning:
         if self.parser == "gpt_oss":
             return ParserChain(HarmonyParser(with_channel_calls), calls)
         is_off = self.parser == "none" or self.is_over
-        return calls if is_off else ParserChain(ThinkParser(self.starts_inside), calls)
+        if is_off:
+            return calls
+        return ParserChain(ThinkParser(*THINK_TAGS[self.parser], self.starts_inside), calls)
 
     @property
     def span(self) -> ReasoningSpan | None:
@@ -189,7 +196,8 @@ class Reasoning:
             return ReasoningSpan("", FINAL)
         if self.parser == "none" or self.is_over:
             return None
-        return ReasoningSpan("" if self.starts_inside else THINK_START, THINK_END)
+        start, end = THINK_TAGS[self.parser]
+        return ReasoningSpan("" if self.starts_inside else start, end)
 
     def preamble(self, tokenizer: Tokenizer) -> str:
         """What may precede the text of a grammar, as the right side of a rule in Lark syntax; empty
@@ -213,12 +221,13 @@ class Reasoning:
         is_free = not self.starts_inside and not self.is_wanted
         if self.parser == "none" or self.is_over or is_free:
             return ""
-        end = tag(THINK_END)
+        start_tag, end_tag = THINK_TAGS[self.parser]
+        end = tag(end_tag)
         body = f"/(.|\\n)*/ {end}" if end.startswith("<[") else "reasoning"
         rule = "" if body != "reasoning" else f"\nreasoning[suffix={end}]: /(.|\\n)*/"
         if self.starts_inside:
             return f"{body} /\\n*/{rule}"
-        return f"(/\\n*/ {tag(THINK_START)} {body} /\\n*/)?{rule}"
+        return f"(/\\n*/ {tag(start_tag)} {body} /\\n*/)?{rule}"
 
     @property
     def tags(self) -> tuple[str, ...]:
@@ -255,4 +264,4 @@ def find_reasoning_parser(template: str) -> str:
     """The parser of a model's family, by the tags in its chat template."""
     if CHANNEL in template:
         return "gpt_oss"
-    return "think" if THINK_END in template else "none"
+    return next((name for name, (_, end) in THINK_TAGS.items() if end in template), "none")

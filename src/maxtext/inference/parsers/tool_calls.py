@@ -6,6 +6,8 @@ What cannot be parsed as a call is content.
 import re
 
 from maxtext.inference.parsers.call_readers import (
+    GLM_SYNTAX,
+    INVOKE_SYNTAX,
     ArgumentsReader,
     CallReader,
     JsonCallReader,
@@ -62,10 +64,36 @@ class TaggedCallParser(MessageParser):
         self.reader = None
         deltas = reader.finish(is_closed)
         if reader.is_call:
-            self.num_calls += 1
+            self.num_calls += reader.num_calls
             self.follows_call = True
             return deltas
         return self.content(self.start + reader.text + (self.end if is_closed else ""))
+
+
+class NestedCallsReader(CallReader):
+    """Several calls between the tags of one, each with tags of its own. After the first call, other
+    text between them is dropped.
+    """
+
+    def __init__(self, index: int, start: str, end: str, new_reader: ReaderFactory):
+        super().__init__(index)
+        self.parser = TaggedCallParser(start, end, lambda inner: new_reader(index + inner))
+
+    @property
+    def num_calls(self) -> int:
+        return self.parser.num_calls
+
+    def add(self, text: str) -> list[MessageDelta]:
+        self.text += text
+        return self.calls(self.parser.add(text, last=False))
+
+    def finish(self, is_closed: bool) -> list[MessageDelta]:
+        return self.calls(self.parser.add("", last=True))
+
+    def calls(self, deltas: list[MessageDelta]) -> list[MessageDelta]:
+        deltas = [delta for delta in deltas if delta.index is not None]
+        self.is_call = self.is_call or bool(deltas)
+        return deltas
 
 
 class UntaggedCallParser(MessageParser):
@@ -196,12 +224,17 @@ class MistralParser(UntaggedCallParser):
 
 
 HERMES_TAGS = ("<tool_call>", "</tool_call>")
+SEED_TAGS = ("<seed:tool_call>", "</seed:tool_call>")
+MINIMAX_TAGS = ("<minimax:tool_call>", "</minimax:tool_call>")
 # Special tokens that a parser must see in the text, by its name.
 PARSER_TAGS: dict[str, tuple[str, ...]] = {
     "hermes": HERMES_TAGS,
     "llama3_json": (LlamaParser.tag,),
     "mistral": (MistralParser.tag, "[ARGS]", "[CALL_ID]"),
     "qwen3_coder": HERMES_TAGS,
+    "glm45": (*HERMES_TAGS, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    "minimax_m2": MINIMAX_TAGS,
+    "seed_oss": SEED_TAGS,
     "gpt_oss": (),  # the reasoning parser of this name reads calls
     "none": (),
 }
@@ -214,6 +247,22 @@ def build_tool_parser(name: str, schemas: Schemas) -> MessageParser:
         return TaggedCallParser(*HERMES_TAGS, JsonCallReader)
     if name == "qwen3_coder":
         return TaggedCallParser(*HERMES_TAGS, lambda index: XmlCallReader(index, schemas))
+    if name == "seed_oss":
+        return TaggedCallParser(*SEED_TAGS, lambda index: XmlCallReader(index, schemas))
+    if name == "glm45":
+        return TaggedCallParser(
+            *HERMES_TAGS, lambda index: XmlCallReader(index, schemas, GLM_SYNTAX)
+        )
+    if name == "minimax_m2":
+        return TaggedCallParser(
+            *MINIMAX_TAGS,
+            lambda index: NestedCallsReader(
+                index,
+                "<invoke",
+                "</invoke>",
+                lambda inner: XmlCallReader(inner, schemas, INVOKE_SYNTAX),
+            ),
+        )
     if name == "llama3_json":
         return LlamaParser()
     if name == "mistral":
@@ -225,6 +274,12 @@ def find_tool_parser(template: str) -> str:
     """The parser of a model's family, by what its chat template has."""
     if "<|channel|>" in template and "<|call|>" in template:
         return "gpt_oss"
+    if SEED_TAGS[0] in template:
+        return "seed_oss"
+    if MINIMAX_TAGS[0] in template:
+        return "minimax_m2"
+    if HERMES_TAGS[0] in template and "<arg_key>" in template:
+        return "glm45"
     if HERMES_TAGS[0] in template:
         return "qwen3_coder" if "<function=" in template else "hermes"
     if MistralParser.tag in template:

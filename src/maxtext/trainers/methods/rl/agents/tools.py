@@ -163,7 +163,8 @@ def parse_calls(
     if its header opened none.
     """
     if reasoning is None:
-        reasoning = Reasoning("gpt_oss" if parser == "gpt_oss" else "think")
+        has_own = parser in ("gpt_oss", "seed_oss")
+        reasoning = Reasoning(parser if has_own else "think")
     calls = tool_calls.build_tool_parser(parser, parameters)
     message_parser = reasoning.build_parser(calls, with_channel_calls=parser == "gpt_oss")
     names: list[str] = []
