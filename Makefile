@@ -40,7 +40,9 @@ lint: .venv/test
 	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/mypy
 
+# Also writes base.yml from configs/types.
 format: .venv/test
+	$(BIN)/python -m maxtext.configs.base_file
 	$(BIN)/ruff check --fix $(SOURCES)
 	$(BIN)/ruff format $(SOURCES)
 

@@ -868,6 +868,7 @@ def test_unknown_command(capsys):
     [
         ("serve m --prot 8000", "unknown option '--prot'; did you mean --port"),
         ("data inspct", "unknown task 'inspct' of maxtext data; did you mean inspect?"),
+        ("config explian dtype", "unknown task 'explian' of maxtext config; did you mean explain?"),
         ("data inspect --batch=2", "unknown option '--batch=2'; did you mean --batches?"),
         ("data throughput --rows 2", "--rows would do nothing in maxtext data throughput"),
         ("sft --learning-rate 1", "without dashes: write learning_rate=VALUE"),

@@ -80,7 +80,7 @@ def derivation_inputs() -> set[str]:
 
 
 def test_base_yml_is_written_from_the_declarations():
-    """After a change of configs/types: python3 -m maxtext.configs.base_file."""
+    """After a change of configs/types: make format."""
     assert sources.BASE.read_text(encoding="utf-8") == base_file.base_text()
 
 

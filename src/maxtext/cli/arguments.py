@@ -5,6 +5,7 @@ Words that are not options stay in their order; positionals.py reads them. Only 
 is imported here, so that help is instant.
 """
 
+import difflib
 import math
 import os
 import re
@@ -217,6 +218,11 @@ def choose_form(name: str, command: Command, args: list[str]) -> tuple[str, list
     if args and args[0] in forms and args[0]:
         return args[0], args[1:]
     if "" in forms:
+        # A word that is almost a task is neither a preset nor a file.
+        near = difflib.get_close_matches("".join(args[:1]), [*filter(None, forms)], 1, 0.8)
+        if near and not os.path.exists(args[0]):
+            hint = f"did you mean {near[0]}?"
+            raise ConfigError(f"unknown task {args[0]!r} of maxtext {name}; {hint}")
         return "", args
     if not args or args[0].startswith("-"):
         raise ConfigError(f"name a task: maxtext {name} {'|'.join(forms)}")
