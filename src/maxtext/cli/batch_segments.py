@@ -1,5 +1,5 @@
-"""The rows of a batch as decoded text for the terminal. In fine-tuning, learned tokens have another
-colour or, if the output is no terminal, stand between ⟦ and ⟧.
+"""The rows of a batch as decoded text for the terminal. In fine-tuning, tokens that are trained on
+have another colour or, if the output is no terminal, stand between ⟦ and ⟧.
 """
 
 import re

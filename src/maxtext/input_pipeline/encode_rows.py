@@ -272,9 +272,10 @@ class RowEncoder(TextEncoder):
         return ids, np.ones(len(ids), bool)
 
     def learns_end(self, ids: np.ndarray, mask: np.ndarray) -> bool:
-        """Whether a run of learned tokens ends with a special token, or nothing is learned."""
+        """Whether a run of tokens that are trained on ends with a special token, or there is
+        none."""
         ends = np.flatnonzero(mask & ~np.append(mask[1:], False))
-        # With every token learned, the newline after the last end-of-turn token is the end.
+        # If every token is trained on, the newline after the last end-of-turn token is the end.
         tokens = ids[ends] if self.completion_only else ids[mask]
         return not len(ends) or any(int(token) in self.tokenizer.special_ids for token in tokens)
 

@@ -4,8 +4,8 @@ A batch is a dict of int32 arrays [rows, max_target_length], with the fields of 
 - `targets[t]` is the token after `inputs[t]` in the same document. The shift is done once, in
   sequences.py and olmo.py.
 - `*_segmentation` numbers the documents of a row from 1; 0 is padding. The loss counts targets
-  whose `targets_segmentation` is not 0: in fine-tuning, 0 are also the targets that are not
-  learned.
+  whose `targets_segmentation` is not 0; in fine-tuning, targets that are not trained on have 0,
+  as padding does.
 - `*_position` counts from 0 in each segment.
 Padding is 0 in every field, whatever the tokenizer's pad_id. Masks come from lengths, never from
 ids: a padding id that equals the end token masks nothing.

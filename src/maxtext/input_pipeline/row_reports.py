@@ -1,6 +1,6 @@
-"""Counts what is remarkable about the rows of fine-tuning, and logs it: rows without a learned
-token and pairs that truncation makes equal, which are dropped, system messages that are not first,
-turns whose end is not learned, and truncation.
+"""Counts what is remarkable about the rows of fine-tuning, and logs it: rows without a token to
+train on and pairs that truncation makes equal, which are dropped, system messages that are not
+first, turns whose end is not trained on, and truncation.
 """
 
 import threading

@@ -71,7 +71,7 @@ class ToPrompts(grain.experimental.FlatMapTransform):
 
 
 def completion_sequence(prompt: np.ndarray, completion: np.ndarray) -> TokenPairs:
-    """The sequence of a prompt and its completion, of which the completion is learned."""
+    """The sequence of a prompt and its completion, of which the completion is trained on."""
     mask = np.arange(len(prompt) + len(completion)) >= len(prompt)
     return masked_sequence(np.concatenate([prompt, completion]), mask)
 

@@ -157,9 +157,9 @@ def mtp_targets(
 ) -> tuple[jax.Array, jax.Array]:
     """The targets of layer `steps` [B, S], and the mask of the loss, bool [B, S].
 
-    The mask is true if the target `steps` positions later is learned (targets_segmentation is not
-    0) and in the document of this position. The target of this position itself need not be
-    learned: the first learned tokens of a turn follow a prompt.
+    The mask is true if the target `steps` positions later is trained on (targets_segmentation is
+    not 0) and in the document of this position. The target of this position itself need not be
+    trained on: the first trained tokens of a turn follow a prompt.
     """
     in_document = shift_left(inputs_segmentation, steps) == inputs_segmentation
     is_learned = shift_left(targets_segmentation, steps) != 0

@@ -156,7 +156,7 @@ class DistillationObjective(LanguageModelObjective):
         mask: jax.Array,
         temperature: jax.Array,
     ) -> Sums:
-        """Losses and metrics of logits [B, S, V], summed over the learned tokens."""
+        """Losses and metrics of logits [B, S, V], summed over the tokens that are trained on."""
         _, metrics = distill(
             student_logits,
             teacher_logits,

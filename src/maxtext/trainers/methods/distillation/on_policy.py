@@ -104,8 +104,8 @@ class OnPolicyStep:
 
 
 def prompt_lengths(batch: Batch) -> np.ndarray:
-    """[rows]: the tokens before the last completion of each row, the last run of learned targets;
-    0 for a row without one."""
+    """[rows]: the tokens before the last completion of each row, the last run of targets in the
+    loss; 0 for a row without one."""
     is_learned = batch["targets_segmentation"] != 0
     before = np.pad(is_learned, ((0, 0), (1, 0)))[:, :-1]
     starts = is_learned & ~before

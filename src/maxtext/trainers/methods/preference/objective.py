@@ -194,8 +194,8 @@ def pair_mask(batch: Batch) -> jax.Array:
 def row_logp_sums(
     config: MaxTextConfig, model: Any, x: jax.Array, batch: Batch
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Of each row: the log-probability of its learned tokens, the negative log-likelihood of all
-    its tokens, and the number of learned tokens."""
+    """For each row: the log-probability of its tokens in the loss, the negative log-likelihood of
+    all its tokens, and the number of tokens in the loss."""
     token_losses, _ = model.losses(model.final_norm(x), batch["targets"], config.num_vocab_tiling)
     learned = target_mask(batch)
     is_token = (batch["inputs_segmentation"] != 0).astype(jnp.float32)

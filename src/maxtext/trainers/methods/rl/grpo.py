@@ -2,7 +2,7 @@
 
 A row of a batch is a prompt and one of its sampled completions. Beside the fields of FIELDS, whose
 targets are the sampled tokens, it has the log-probabilities of these under the sampler, its
-advantage, and whether it is learned. rollout_step.py makes these batches. Shapes: B rows, S
+advantage, and whether the loss counts it. rollout_step.py makes these batches. Shapes: B rows, S
 positions.
 
 Log-probabilities of the policy, the sampler and the reference are those of softmax(logits / T) with

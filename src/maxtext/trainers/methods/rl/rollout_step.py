@@ -6,7 +6,7 @@ that of the engine by more than a tolerance, the run ends. The seed, the step, t
 number of a completion decide its tokens, so that a resumed run goes on bit for bit.
 
 With off_policy_steps=k, the prompts of the next steps are sampled while a step trains, with its
-weights, which are up to k updates old when the rollouts are learned. The update runs on the
+weights, which are up to k updates old when the rollouts are trained on. The update runs on the
 trainer's devices while the host drives the sampler, so that both are busy if they have their own.
 """
 
@@ -223,7 +223,7 @@ class GroupRolloutStep:
         return list(zip(steps, batches, strict=False))[len(self.queue) :]
 
     def record(self, sampled: SampledBatch) -> None:
-        """Log the batch that is learned now."""
+        """Log the batch that this step trains on."""
         self.log.append(self.rollouts)
         self.reward_watch.add(sampled.metrics)
         if self.config.rl:

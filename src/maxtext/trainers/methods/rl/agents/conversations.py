@@ -1,10 +1,10 @@
 """Conversations that the engine and environments hold: turns of the model and what answers them.
 
-A conversation is one sequence of tokens. Those of the model's turns are sampled and learned; the
-template's and the environment's are context. All turns of a conversation have the seed of its first
-turn, since the position of a token is part of its key. The environments that have to answer do so
-at the same time, and the engine goes on when all have: time does not decide which sequences share a
-batch, so that a resumed run samples the same bits.
+A conversation is one sequence of tokens. The tokens of the model's turns are sampled and trained
+on; those of the template and of the environment are context. All turns of a conversation have the
+seed of its first turn, since the position of a token is part of its key. The environments that have
+to answer do so at the same time, and the engine goes on when all have: time does not decide which
+sequences share a batch, so that a resumed run samples the same bits.
 """
 
 from collections import deque
