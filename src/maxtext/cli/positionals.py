@@ -22,7 +22,7 @@ TEACHER_KEY = f"teacher_overrides.{MODEL_KEY}"
 FILES_KEYS = {"train": "grain_train_files", "eval": "grain_eval_files"}
 YAML_ENDINGS = (".yml", ".yaml")
 WEIGHT_ENDINGS = (".safetensors", ".gguf", ".bin", ".pt", ".pth")
-# Files beside data that are none: those of `datasets` and of repositories of the Hub
+# Files in folders of data that hold no data: those of `datasets` and of Hub repositories
 NO_DATA = re.compile(
     r"(dataset_infos?|dataset_dict|state)\.json|(readme|license|changelog)(\.\w+)?", re.IGNORECASE
 )
@@ -219,9 +219,9 @@ def data_files(word: str, is_known: bool) -> tuple[list[str], dict[str, str]]:
 def refuse_splits(word: str, paths: Sequence[str]) -> None:
     """Raise ConfigError if a folder has files of training and of evaluation."""
     matches = [match for path in paths if (match := SPLIT.match(os.path.basename(path)))]
-    found = {match[1].lower() for match in matches}
-    if len(found) > 1 and any(match[2] for match in matches):
-        names = " and ".join(sorted(found))
+    splits = {match[1].lower() for match in matches}
+    if len(splits) > 1 and any(match[2] for match in matches):
+        names = " and ".join(sorted(splits))
         raise ConfigError(
             f"{word} has files of {names}: name those to read, such as "
             f"'{os.path.join(word, '**', 'train*')}'"

@@ -5,16 +5,16 @@ FOLDER, ENABLED = "jax_compilation_cache_dir", "jax_enable_compilation_cache"
 
 
 def use_compilation_cache(folder: str | None, is_chosen: bool) -> None:
-    """Read and write compiled programs in `folder`, so that a second start skips compiling; None or
-    "": in none.
+    """Read and write compiled programs in `folder`, so that a second start skips compiling. None or
+    "" disables the cache.
 
-    A folder that is not chosen, but a default, leaves JAX alone where it has a cache or is told to
-    have none.
+    `is_chosen`: the user named the folder. A default folder does not replace a cache that JAX
+    already has, and does not enable one that the user has disabled.
     """
     import jax
     from jax.experimental.compilation_cache import compilation_cache
 
-    # Flags are no attributes for type checkers.
+    # Type checkers do not know the flags as attributes.
     current, is_enabled = (getattr(jax.config, flag) for flag in (FOLDER, ENABLED))
     if not is_chosen and (current or not folder or not is_enabled):
         return

@@ -173,18 +173,18 @@ def optimization(record: Record) -> dict[str, str]:
 
 
 def fit(parts: Mapping[str, str], width: int, dropped: set[str]) -> str:
-    """The parts of a line, two spaces apart, without those in `dropped`. While they have more than
-    `width` columns, the next of DROPPED is added to `dropped`; what still does not fit at the end,
-    as the metrics of an evaluation, is left out of this line alone."""
-    kept = {name: text for name, text in parts.items() if name not in dropped}
-    optional = [name for name in DROPPED if name in kept]
-    while len(line := "  ".join(kept.values())) > width and optional:
+    """The parts of a line, two spaces apart, without those in `dropped`. While the line is wider
+    than `width` columns, the next of DROPPED is added to `dropped`. Metrics of an evaluation that
+    still do not fit are left out of this line alone."""
+    shown = {name: text for name, text in parts.items() if name not in dropped}
+    optional = [name for name in DROPPED if name in shown]
+    while len(line := "  ".join(shown.values())) > width and optional:
         dropped.add(optional[0])
-        del kept[optional.pop(0)]
-    extra = [name for name in kept if name.startswith("eval_")][1:]
+        del shown[optional.pop(0)]
+    extra = [name for name in shown if name.startswith("eval_")][1:]
     while len(line) > width and extra:
-        del kept[extra.pop()]
-        line = "  ".join(kept.values())
+        del shown[extra.pop()]
+        line = "  ".join(shown.values())
     return line
 
 

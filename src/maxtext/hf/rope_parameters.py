@@ -2,7 +2,7 @@
 `modeling_rope_utils.py` does, and the fields of a RopeSpec that compute the same.
 
 Older files have rope_theta, rope_scaling and partial_rotary_factor; newer ones have
-rope_parameters, for all layers or by kind of layer, and may have the older entries beside it.
+rope_parameters, for all layers or by kind of layer, and may have the older entries as well.
 """
 
 import math
