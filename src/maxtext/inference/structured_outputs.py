@@ -73,47 +73,49 @@ class StructuredOutputs:
         return cls(kind, limited(content, param), param)
 
 
-def parse_response_format(value: Any) -> StructuredOutputs | None:
+def parse_response_format(value: Any, name: str = "response_format") -> StructuredOutputs | None:
     """The `response_format` of OpenAI's API: {"type": "text"}, {"type": "json_object"}, or
-    {"type": "json_schema", "json_schema": {"schema": ...}}. Raises RequestError for other values.
+    {"type": "json_schema", "json_schema": {"schema": ...}}. `name` is that of the field in
+    errors, text.format for a part of the field `text`. Raises RequestError for other values.
     """
-    name = "response_format"
+    param = name.partition(".")[0]
     kind = value.get("type") if isinstance(value, Mapping) else None
     if kind == "text":
         return None
     if kind == "json_object":
-        return StructuredOutputs("json", schema_text(True, name), name)
+        return StructuredOutputs("json", schema_text(True, name), param)
     if kind == "json_schema":
         content = value.get("json_schema")
         schema = content.get("schema") if isinstance(content, Mapping) else None
         if schema is None:
-            raise RequestError(f"{name}.json_schema.schema is missing", name)
-        return StructuredOutputs("json", schema_text(schema, name), name)
+            raise RequestError(f"{name}.json_schema.schema is missing", param)
+        return StructuredOutputs("json", schema_text(schema, name), param)
     raise RequestError(
-        f"{name}.type must be text, json_object or json_schema, not {shorten(kind or value)}", name
+        f"{name}.type must be text, json_object or json_schema, not {shorten(kind or value)}", param
     )
 
 
-def schema_text(schema: Any, param: str) -> str:
-    """A schema as canonical JSON."""
+def schema_text(schema: Any, name: str) -> str:
+    """A schema as canonical JSON. `name` is that of the field in errors."""
+    param = name.partition(".")[0]
     if schema is True:
         schema = {"type": "object"}
     if isinstance(schema, str):
         try:
             schema = json.loads(schema)
         except (ValueError, RecursionError) as error:
-            raise RequestError(f"{param} has a schema that is not JSON: {error}", param) from error
+            raise RequestError(f"{name} has a schema that is not JSON: {error}", param) from error
     if not isinstance(schema, Mapping):
         raise RequestError(
-            f"{param} must have a JSON schema, an object, not {shorten(schema)}", param
+            f"{name} must have a JSON schema, an object, not {shorten(schema)}", param
         )
     try:
         text = json.dumps(schema, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
-        raise RequestError(f"{param} has a schema that is not JSON: {error}", param) from error
-    if sum(map(num_remainders, MULTIPLE_OF.findall(limited(text, param)))) > MAX_REMAINDERS:
+        raise RequestError(f"{name} has a schema that is not JSON: {error}", param) from error
+    if sum(map(num_remainders, MULTIPLE_OF.findall(limited(text, name)))) > MAX_REMAINDERS:
         raise RequestError(
-            f"{param} has a multipleOf that is too large: {MAX_REMAINDERS} is the most", param
+            f"{name} has a multipleOf that is too large: {MAX_REMAINDERS} is the most", param
         )
     return text
 
@@ -125,9 +127,10 @@ def num_remainders(divisor: str) -> int:
     return int(abs(number).scaleb(places))
 
 
-def limited(text: str, param: str) -> str:
+def limited(text: str, name: str) -> str:
     if len(text) > MAX_CHARACTERS:
         raise RequestError(
-            f"{param} has {len(text)} characters: {MAX_CHARACTERS} are the most", param
+            f"{name} has {len(text)} characters: {MAX_CHARACTERS} are the most",
+            name.partition(".")[0],
         )
     return text

@@ -10,6 +10,7 @@ import pytest
 from maxtext import LLM
 from maxtext.inference.server.adapters import AdapterUpdates
 from maxtext.inference.server.errors import ApiError
+from maxtext.inference.server.protocol import UnloadAdapterRequest
 from maxtext.inference.validation import RequestError
 from tests.inference.server.local_server import run_server
 
@@ -55,7 +56,7 @@ def test_other_paths_are_refused_with_one_message(updates, path):
 
 def test_name_of_what_is_dropped_is_required(updates):
     with pytest.raises(RequestError, match="missing") as caught:
-        asyncio.run(updates.unload({}))
+        asyncio.run(updates.unload(UnloadAdapterRequest()))
     assert caught.value.param == "lora_name"
 
 

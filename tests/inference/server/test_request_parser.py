@@ -7,24 +7,45 @@ from types import SimpleNamespace
 import pytest
 
 from maxtext.inference.errors import EngineError
-from maxtext.inference.server.bodies import parse_body, parse_messages
 from maxtext.inference.server.errors import ApiError
-from maxtext.inference.server.fields import (
-    CHAT_FIELDS,
-    COMPLETION_FIELDS,
-    DETOKENIZE_FIELDS,
-    INERT_FIELDS,
-    RESPONSES_FIELDS,
-    TOKENIZE_FIELDS,
-    UNSUPPORTED_FIELDS,
-    check_names,
-)
 from maxtext.inference.server.model import ServedModel
+from maxtext.inference.server.protocol import (
+    INERT_FIELDS,
+    UNSUPPORTED_FIELDS,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    JsonBody,
+    ResponsesRequest,
+    TokenizeRequest,
+)
 from maxtext.inference.server.request_parser import RequestParser
 from maxtext.inference.validation import RequestError, shorten
 from maxtext.tokenizers import ChatTemplate
 
 MESSAGES = [{"role": "user", "content": "ab"}]
+
+
+class BodyParser(RequestParser):
+    """Parses objects of JSON."""
+
+    def completion(self, body):
+        return super().completion(JsonBody(body))
+
+    def chat(self, body):
+        return super().chat(JsonBody(body))
+
+
+def parse_body(data):
+    return JsonBody.from_bytes(data).fields
+
+
+def parse_messages(body):
+    return JsonBody(body).parse(ChatRequest).messages
+
+
+def check_names(body, kind):
+    return JsonBody(body).check_names(kind)
 
 
 @pytest.fixture
@@ -51,7 +72,7 @@ def parser():
         reasoning_parser="none",
         find=lambda name: ("tiny", ""),
     )
-    return RequestParser(model)
+    return BodyParser(model)
 
 
 @pytest.mark.parametrize(
@@ -324,7 +345,7 @@ def test_reasoning_effort_none_disables_thinking(parser):
 
 def test_unknown_names(parser):
     assert parser.completion({"prompt": "a", "chat_id": "x"}).ignored_fields == ("chat_id",)
-    strict = RequestParser(parser.model, strict_fields=True)
+    strict = BodyParser(parser.model, strict_fields=True)
     with pytest.raises(RequestError, match="chat_id"):
         strict.completion({"prompt": "a", "chat_id": "x"})
 
@@ -397,53 +418,53 @@ SAMPLING = """frequency_penalty logit_bias n presence_penalty seed stop stream s
     stream_interval model logprobs max_tokens echo guided_json guided_regex guided_choice
     guided_grammar guided_decoding_backend guided_whitespace_pattern logits_processors best_of"""
 VLLM_FIELDS = {
-    COMPLETION_FIELDS: f"{SAMPLING} prompt suffix prompt_embeds",
-    CHAT_FIELDS: f"""{SAMPLING} messages top_logprobs max_completion_tokens tools tool_choice
+    CompletionRequest: f"{SAMPLING} prompt suffix prompt_embeds",
+    ChatRequest: f"""{SAMPLING} messages top_logprobs max_completion_tokens tools tool_choice
         reasoning_effort include_reasoning parallel_tool_calls add_generation_prompt
         continue_final_message documents chat_template chat_template_kwargs media_io_kwargs
         mm_processor_kwargs return_prompt_text""",
-    RESPONSES_FIELDS: """background include input instructions max_output_tokens max_tool_calls
+    ResponsesRequest: """background include input instructions max_output_tokens max_tool_calls
         metadata model logit_bias parallel_tool_calls previous_response_id prompt reasoning
         service_tier store stream temperature text tool_choice tools top_logprobs top_p top_k
         truncation user skip_special_tokens include_stop_str_in_output prompt_cache_key request_id
         mm_processor_kwargs priority cache_salt enable_response_messages previous_input_messages
         previous_response structured_outputs repetition_penalty seed stop ignore_eos vllm_xargs""",
-    TOKENIZE_FIELDS: """model prompt add_special_tokens return_token_strs messages
+    TokenizeRequest: """model prompt add_special_tokens return_token_strs messages
         add_generation_prompt continue_final_message chat_template chat_template_kwargs
         media_io_kwargs mm_processor_kwargs tools""",
 }
 
 
-@pytest.mark.parametrize(("known", "names"), VLLM_FIELDS.items())
-def test_fields_of_vllm_act_or_are_refused_or_documented(known, names):
+@pytest.mark.parametrize(("kind", "names"), VLLM_FIELDS.items())
+def test_fields_of_vllm_act_or_are_refused_or_documented(kind, names):
     """No such field is among the unknown names, which are ignored."""
-    assert set(names.split()) <= known
+    assert set(names.split()) <= kind.known_fields()
     docs = Path("docs/serving.md").read_text()
     unmentioned = [name for name in (*INERT_FIELDS, *UNSUPPORTED_FIELDS) if f"`{name}`" not in docs]
     assert not unmentioned
 
 
 @pytest.mark.parametrize(
-    ("known", "fields"),
+    ("kind", "fields"),
     [
-        (COMPLETION_FIELDS, {"messages": MESSAGES, "tools": [1], "reasoning_effort": "low"}),
-        (COMPLETION_FIELDS, {"top_logprobs": 2, "chat_template_kwargs": {"a": 1}}),
-        (CHAT_FIELDS, {"prompt": "x", "instructions": "x", "max_output_tokens": 3}),
-        (CHAT_FIELDS, {"text": {"format": {}}, "reasoning": {"effort": "low"}, "input": "x"}),
-        (RESPONSES_FIELDS, {"max_tokens": 3, "n": 2, "messages": MESSAGES, "echo": True}),
-        (RESPONSES_FIELDS, {"response_format": {"type": "json_object"}, "reasoning_effort": "low"}),
-        (TOKENIZE_FIELDS, {"truncate_prompt_tokens": 5, "input": "x", "chat_template": "x"}),
-        (DETOKENIZE_FIELDS, {"skip_special_tokens": True, "prompt": "x"}),
+        (CompletionRequest, {"messages": MESSAGES, "tools": [1], "reasoning_effort": "low"}),
+        (CompletionRequest, {"top_logprobs": 2, "chat_template_kwargs": {"a": 1}}),
+        (ChatRequest, {"prompt": "x", "instructions": "x", "max_output_tokens": 3}),
+        (ChatRequest, {"text": {"format": {}}, "reasoning": {"effort": "low"}, "input": "x"}),
+        (ResponsesRequest, {"max_tokens": 3, "n": 2, "messages": MESSAGES, "echo": True}),
+        (ResponsesRequest, {"response_format": {"type": "json_object"}, "reasoning_effort": "low"}),
+        (TokenizeRequest, {"truncate_prompt_tokens": 5, "input": "x", "chat_template": "x"}),
+        (DetokenizeRequest, {"skip_special_tokens": True, "prompt": "x"}),
     ],
 )
-def test_field_of_another_endpoint_is_refused(known, fields):
+def test_field_of_another_endpoint_is_refused(kind, fields):
     """It would change the completion there."""
     neutral = {"n": 1, "tools": [], "response_format": {"type": "text"}, "echo": False, "user": "u"}
     for name, value in fields.items():
         with pytest.raises(RequestError, match=name) as caught:
-            check_names({name: value}, known, "here")
+            check_names({name: value}, kind)
         assert (caught.value.param, caught.value.code) == (name, "unsupported_parameter")
-        assert check_names({**neutral, "chat_id": 1}, known, "here") == ("chat_id",)
+        assert check_names({**neutral, "chat_id": 1}, kind) == ("chat_id",)
 
 
 def test_fields_without_effect(parser):

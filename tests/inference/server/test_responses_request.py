@@ -2,8 +2,13 @@
 
 import pytest
 
-from maxtext.inference.server.responses_request import chat_body, check_unsupported_values
+from maxtext.inference.server.conversation import read_items
+from maxtext.inference.server.protocol import ChatRequest, JsonBody, ResponsesRequest
 from maxtext.inference.validation import RequestError
+
+
+def parse(body):
+    return JsonBody({"input": "Hi", **body}).parse(ResponsesRequest)
 
 
 def test_conversation_of_items():
@@ -30,7 +35,7 @@ def test_conversation_of_items():
         },
         {"role": "user", "content": "Thanks"},
     ]
-    messages = chat_body({"instructions": "You help.", "input": items})["messages"]
+    messages = read_items("You help.", items)
     calls = [
         {"id": name, "type": "function", "function": {"name": "f", "arguments": arguments}}
         for name, arguments in (("c1", '{"x": 1}'), ("c2", "{}"))
@@ -48,7 +53,7 @@ def test_conversation_of_items():
 
 def test_fields_of_a_chat():
     schema = {"type": "object"}
-    body = chat_body(
+    chat = parse(
         {
             "input": "Hi",
             "max_output_tokens": 7,
@@ -60,8 +65,8 @@ def test_fields_of_a_chat():
             "reasoning": {"effort": "low"},
             "store": True,
         }
-    )
-    assert body == {
+    ).to_chat()
+    body = {
         "messages": [{"role": "user", "content": "Hi"}],
         "max_completion_tokens": 7,
         "temperature": 0,
@@ -71,22 +76,27 @@ def test_fields_of_a_chat():
         "response_format": {"type": "json_schema", "json_schema": {"schema": schema}},
         "reasoning_effort": "low",
     }
+    expected = JsonBody(body).parse(ChatRequest)
+    assert chat.constraint.text == expected.constraint.text
+    names = body.keys() - {"response_format"}
+    assert [getattr(chat, name) for name in names] == [getattr(expected, name) for name in names]
+    assert chat.tool_options == expected.tool_options
 
 
 def test_allowed_tools_and_constraints():
     tools = [{"type": "function", "name": "f"}]
     choice = {"type": "allowed_tools", "mode": "auto", "tools": tools}
-    body = chat_body({"input": "Hi", "tool_choice": choice, "guided_regex": "a"})
-    assert body["tool_choice"] == {
+    chat = parse({"tools": tools, "tool_choice": choice, "guided_regex": "a"}).to_chat()
+    assert chat.tool_choice == {
         "type": "allowed_tools",
         "allowed_tools": {
             "mode": "auto",
             "tools": [{"type": "function", "function": {"name": "f"}}],
         },
     }
-    assert body["guided_regex"] == "a"
+    assert chat.constraint.text == "a"
     with pytest.raises(RequestError) as caught:
-        check_unsupported_values({"prompt_logprobs": 1})
+        parse({"prompt_logprobs": 1})
     assert caught.value.param == "prompt_logprobs"
 
 
@@ -95,7 +105,7 @@ def test_allowed_tools_and_constraints():
 )
 def test_wrong_input(value):
     with pytest.raises(RequestError) as caught:
-        chat_body({"input": value})
+        parse({"input": value}).to_chat()
     assert caught.value.param == "input"
 
 
@@ -125,18 +135,23 @@ def test_wrong_input(value):
         ({"client_metadata": []}, "client_metadata", None),
         ({"reasoning": {"summary": 1}}, "reasoning", None),
         ({"text": {"verbosity": 2}}, "text", None),
+        ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs", None),
+        ({"reasoning": {"effort": 1}}, "reasoning", None),
+        ({"max_output_tokens": "3"}, "max_output_tokens", None),
+        ({"text": {"format": {"type": "yaml"}}}, "text", None),
+        ({"text": {"format": {"type": "json_object"}}, "guided_regex": "a"}, "text", None),
     ],
 )
 def test_values_that_are_not_supported(body, param, code):
     with pytest.raises(RequestError) as caught:
-        check_unsupported_values(body)
+        parse(body)
     assert (caught.value.param, caught.value.code) == (param, code)
 
 
 def test_values_without_an_effect():
     """As Codex sends them, and the defaults of OpenAI's documentation."""
-    check_unsupported_values({})
-    check_unsupported_values(
+    parse({})
+    parse(
         {
             "include": ["reasoning.encrypted_content", "web_search_call.results"],
             "store": True,

@@ -5,7 +5,7 @@ import random
 import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from maxtext.inference.server.text_limits import OVERLAP, check_text_length, encode_end
+from maxtext.inference.server.request_parser import OVERLAP, check_text_length, encode_end
 from maxtext.inference.validation import RequestError
 
 WORDS = [

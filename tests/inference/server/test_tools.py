@@ -2,7 +2,8 @@
 
 import pytest
 
-from maxtext.inference.server.tools import move_refs, parse_tools
+from maxtext.inference.server.protocol import ChatRequest, JsonBody
+from maxtext.inference.server.tools import move_refs
 from maxtext.inference.validation import RequestError
 from tests.inference.test_structured_outputs import SCHEMAS
 
@@ -10,6 +11,11 @@ TOOLS = [
     {"type": "function", "function": {"name": name, "parameters": SCHEMAS[index]}}
     for index, name in enumerate(("add_person", "set_tags"))
 ]
+
+
+def parse_tools(body):
+    messages = [{"role": "user", "content": "Hi"}]
+    return JsonBody({"messages": messages, **body}).parse(ChatRequest).tool_options
 
 
 def allowed(*names, mode="auto"):

@@ -8,9 +8,9 @@ from typing import Any
 from maxtext.adapters.peft_folder import read_adapter
 from maxtext.adapters.spec import Adapter
 from maxtext.common.errors import UserError
-from maxtext.inference.server.bodies import Body, text_field
 from maxtext.inference.server.errors import ApiError
 from maxtext.inference.server.model import ServedModel
+from maxtext.inference.server.protocol import LoadAdapterRequest, UnloadAdapterRequest
 from maxtext.inference.validation import RequestError
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")
@@ -24,26 +24,25 @@ class AdapterUpdates:
         self.root = None if root is None else root.resolve()
         self.lock = asyncio.Lock()  # one update at a time
 
-    async def load(self, body: Body) -> dict[str, Any]:
+    async def load(self, request: LoadAdapterRequest) -> dict[str, Any]:
         """Load an adapter and return its model card."""
         self.check_allowed()
-        name = text_field(body, "lora_name")
+        name = request.lora_name
         if not NAME.fullmatch(name):
             raise RequestError(
                 "lora_name must have 1 to 128 letters, digits or any of . _ : / -", "lora_name"
             )
-        text = text_field(body, "lora_path")
-        folder = self.find_folder(text)
-        adapter = await asyncio.to_thread(self.read, folder, text)
+        folder = self.find_folder(request.lora_path)
+        adapter = await asyncio.to_thread(self.read, folder, request.lora_path)
         async with self.lock:
             if name in self.model.all_names():
                 raise RequestError(f"there is a model {name!r} already", "lora_name")
             await self.update(lambda: self.model.llm.add_adapter(name, adapter))
         return self.model.card(name)
 
-    async def unload(self, body: Body) -> dict[str, Any]:
+    async def unload(self, request: UnloadAdapterRequest) -> dict[str, Any]:
         self.check_allowed()
-        name = text_field(body, "lora_name")
+        name = request.lora_name
         if not name:
             raise RequestError("lora_name is missing", "lora_name")
         async with self.lock:

@@ -4,7 +4,6 @@ import asyncio
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ from maxtext.common.log import LOGGER
 from maxtext.inference.server.active_request import ActiveRequest
 from maxtext.inference.server.adapters import AdapterUpdates
 from maxtext.inference.server.allowed_hosts import HostMiddleware, OriginMiddleware
-from maxtext.inference.server.bodies import Body, flag, parse_body, text_field
 from maxtext.inference.server.completions_writer import CompletionsWriter
 from maxtext.inference.server.errors import NOT_FOUND, SERVER_ERROR, ApiError
 from maxtext.inference.server.events import (
@@ -30,26 +28,27 @@ from maxtext.inference.server.events import (
     json_response,
     run_while_connected,
 )
-from maxtext.inference.server.fields import DETOKENIZE_FIELDS, TOKENIZE_FIELDS, check_names
 from maxtext.inference.server.metrics import ServerMetrics
 from maxtext.inference.server.middleware import (
     CorsMiddleware,
     KeyMiddleware,
     RequestMiddleware,
-    is_request_id,
 )
 from maxtext.inference.server.model import ServedModel
 from maxtext.inference.server.page import ChatPage
 from maxtext.inference.server.preparation import BoundedPool, PreparationPools
+from maxtext.inference.server.protocol import (
+    DetokenizeRequest,
+    JsonBody,
+    LoadAdapterRequest,
+    TokenizeRequest,
+    UnloadAdapterRequest,
+)
 from maxtext.inference.server.request_parser import ApiRequest, RequestParser
-from maxtext.inference.server.responses_request import parse_responses_request
 from maxtext.inference.server.responses_writer import ResponsesWriter
-from maxtext.inference.server.tools import parse_tools
 from maxtext.inference.session import PreparedRequest
-from maxtext.inference.validation import RequestError, check_token_ids
 
 BODY_SECONDS = 30.0  # to receive a body
-MAX_SHORT_PROMPT = 2000  # characters or token ids
 MAX_IGNORED_SHOWN = 20  # names of fields in a header
 MAX_IGNORED_LOGGED = 1000
 
@@ -213,12 +212,12 @@ class Endpoints:
     async def load_adapter(self, request: Request) -> Response:
         self.adapters.check_allowed()
         body, _ = await self.read_body(request)
-        return json_response(await self.adapters.load(body))
+        return json_response(await self.adapters.load(body.parse(LoadAdapterRequest)))
 
     async def unload_adapter(self, request: Request) -> Response:
         self.adapters.check_allowed()
         body, _ = await self.read_body(request)
-        return json_response(await self.adapters.unload(body))
+        return json_response(await self.adapters.unload(body.parse(UnloadAdapterRequest)))
 
     # Generation.
 
@@ -229,20 +228,18 @@ class Endpoints:
         return await self.generate(request, self.parser.chat, CompletionsWriter)
 
     async def respond(self, request: Request) -> Response:
-        parse = partial(parse_responses_request, self.parser)
-        return await self.generate(request, parse, ResponsesWriter)
+        return await self.generate(request, self.parser.responses, ResponsesWriter)
 
     async def generate(
         self,
         request: Request,
-        parse: Callable[[Body], ApiRequest],
+        parse: Callable[[JsonBody], ApiRequest],
         writer_type: type[CompletionsWriter] | type[ResponsesWriter],
     ) -> Response:
         self.model.engine.check_accepts(0)  # a draining server does not read bodies
         body, pool = await self.read_body(request)
-        self.model.find(body.get("model"))
-        if "request_id" in body:
-            request.state.request_id = parse_request_id(body)
+        self.model.find(body.model)
+        request.state.request_id = body.request_id or request.state.request_id
         prepare = self.prepare(body, pool, parse)
         parsed, prepared = await run_while_connected(request.receive, prepare)
         self.log_request(request.state.request_id, parsed)
@@ -261,7 +258,7 @@ class Endpoints:
         return await EventStreamResponse(writer.events(), on_error, headers).start()
 
     async def prepare(
-        self, body: Body, pool: BoundedPool, parse: Callable[[Body], ApiRequest]
+        self, body: JsonBody, pool: BoundedPool, parse: Callable[[JsonBody], ApiRequest]
     ) -> tuple[ApiRequest, list[PreparedRequest]]:
         """The request of a body, and what the engine takes. Work that may take a while is left to
         `pool`, and to threads of its own if it waits for a grammar.
@@ -274,7 +271,7 @@ class Endpoints:
             parsed = parse(body)
             return parsed, [] if has_grammar(parsed) else prepare(parsed)
 
-        if pool is not self.pools.short or has_long_preparation(body):
+        if pool is not self.pools.short or body.has_long_preparation:
             parsed, prepared = await pool.run(parse_and_prepare)
         else:
             parsed, prepared = parse_and_prepare()
@@ -299,40 +296,34 @@ class Endpoints:
 
     async def tokenize(self, request: Request) -> Response:
         body, pool = await self.read_body(request)
-        self.model.find(body.get("model"))
+        self.model.find(body.model)
         return await run_while_connected(request.receive, pool.run(self.tokenize_body, body))
 
-    def tokenize_body(self, body: Body) -> Response:
-        ignored = check_names(body, TOKENIZE_FIELDS, "/tokenize", self.options.strict_fields)
-        if "messages" in body and "prompt" in body:
-            raise RequestError("give either prompt or messages", "prompt")
-        if "messages" in body:
-            # As vLLM's endpoint: tools are rendered whatever would call them.
-            chat = {**body, "tool_choice": "none"}
-            text = self.parser.chat_text(chat, parse_tools(chat))
-            special = flag(body, "add_special_tokens")  # templates write them
+    def tokenize_body(self, body: JsonBody) -> Response:
+        request = body.parse(TokenizeRequest, self.options.strict_fields)
+        adds_specials = request.add_special_tokens
+        if request.prompt is not None:
+            text = request.prompt
+            adds_specials = adds_specials is not False
         else:
-            if "prompt" not in body:
-                raise RequestError("prompt or messages is missing", "prompt")
-            text = text_field(body, "prompt")
-            special = flag(body, "add_special_tokens", default=True)
-        tokens = self.parser.encode(text, special)
+            text = self.parser.chat_text(request)
+            adds_specials = adds_specials is True  # templates write them
+        tokens = self.parser.encode(text, adds_specials)
         result = {"tokens": tokens, "count": len(tokens), "max_model_len": self.model.max_length}
-        if flag(body, "return_token_strs"):
+        if request.return_token_strs:
             result["token_strs"] = [self.model.tokenizer.id_to_token(token) for token in tokens]
-        return json_response(result, headers=ignored_header(ignored))
+        return json_response(result, headers=ignored_header(request.ignored_fields))
 
     async def detokenize(self, request: Request) -> Response:
         body, pool = await self.read_body(request)
-        self.model.find(body.get("model"))
+        self.model.find(body.model)
         return await run_while_connected(request.receive, pool.run(self.detokenize_body, body))
 
-    def detokenize_body(self, body: Body) -> Response:
-        ignored = check_names(body, DETOKENIZE_FIELDS, "/detokenize", self.options.strict_fields)
-        tokens = check_token_ids("tokens", body.get("tokens"))
-        self.model.check_token_range("tokens", tokens)
-        text = self.model.tokenizer.decode(list(tokens))
-        return json_response({"prompt": text}, headers=ignored_header(ignored))
+    def detokenize_body(self, body: JsonBody) -> Response:
+        request = body.parse(DetokenizeRequest, self.options.strict_fields)
+        self.model.check_token_range("tokens", request.tokens)
+        text = self.model.tokenizer.decode(list(request.tokens))
+        return json_response({"prompt": text}, headers=ignored_header(request.ignored_fields))
 
     async def tokenizer_info(self, request: Request) -> Response:
         specials = self.model.tokenizer.special_tokens
@@ -341,7 +332,7 @@ class Endpoints:
         info: dict[str, Any] = {name: specials.get(name) for name in names}
         return json_response({**info, "chat_template": template and template.source})
 
-    async def read_body(self, request: Request) -> tuple[Body, BoundedPool]:
+    async def read_body(self, request: Request) -> tuple[JsonBody, BoundedPool]:
         """The JSON object of a request, and the threads for work on it. Raises ApiError if it is
         too large or does not come in BODY_SECONDS.
         """
@@ -368,38 +359,14 @@ class Endpoints:
             raise ApiError(CLIENT_CLOSED_REQUEST, message) from error
         pool = self.pools.for_size(len(data))
         if pool is self.pools.short:
-            return parse_body(bytes(data)), pool
-        parse = pool.run(parse_body, bytes(data))
+            return JsonBody.from_bytes(bytes(data)), pool
+        parse = pool.run(JsonBody.from_bytes, bytes(data))
         return await run_while_connected(request.receive, parse), pool
-
-
-def has_long_preparation(body: Body) -> bool:
-    """Whether to parse a request with a short body in a thread: a chat template is a program, and
-    long texts and bad words take a while to tokenize. For short prompts the thread would take
-    longer.
-    """
-    prompt = body.get("prompt")
-    return (
-        "messages" in body
-        or "bad_words" in body
-        or not isinstance(prompt, str | list)
-        or len(prompt) > MAX_SHORT_PROMPT
-        or (isinstance(prompt, list) and not isinstance(next(iter(prompt), None), int))
-    )
 
 
 def has_grammar(parsed: ApiRequest) -> bool:
     """Whether a grammar may have to be compiled, for a format or for a required call."""
     return any(each.params.structured_outputs is not None for each in parsed.requests)
-
-
-def parse_request_id(body: Body) -> str:
-    request_id = text_field(body, "request_id")
-    if not is_request_id(request_id):
-        raise RequestError(
-            "request_id must have 1 to 128 characters of ASCII without blanks", "request_id"
-        )
-    return request_id
 
 
 def ignored_header(ignored_fields: Sequence[str]) -> dict[str, str]:

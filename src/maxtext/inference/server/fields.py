@@ -1,183 +1,284 @@
-"""The names of fields of requests: those that act, those without an effect, and those that are
-refused because they would change the completion or the response.
+"""Fields of bodies: what a field may do, as markers of its declaration, and those that many bodies
+have.
 
-They are the fields of OpenAI's API and of vLLM's protocol.
+A field without a marker acts. An `Inert` one does nothing. An `Unsupported` one would change the
+completion or the response, and is refused unless its value is neutral. The fields are those of
+OpenAI's API and of vLLM's protocol.
 """
 
-from typing import Any
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 
-from maxtext.inference.server.bodies import Body
-from maxtext.inference.validation import RequestError
+from pydantic import BaseModel, ConfigDict, ValidationError, create_model, model_validator
+
+from maxtext.inference.sampling_params import SamplingParams
+from maxtext.inference.structured_outputs import StructuredOutputs, parse_response_format
+from maxtext.inference.validation import RequestError, shorten
 
 UNSUPPORTED = "unsupported_parameter"  # the code of an error
-SAMPLING_FIELDS = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "logit_bias",
-    "seed",
-    "n",
-    "stop",
-    "stop_token_ids",
-    "ignore_eos",
-    "min_tokens",
-    "include_stop_str_in_output",
-    "skip_special_tokens",
-    "structured_outputs",
-    "allowed_token_ids",
-    "bad_words",
-)
-# Former names of the kinds of structured_outputs.
-GUIDED_FIELDS = {
-    "guided_json": "json",
-    "guided_regex": "regex",
-    "guided_choice": "choice",
-    "guided_grammar": "grammar",
+# What a value must be, by the kind of pydantic's error.
+EXPECTED = {
+    "bool_type": "true or false",
+    "string_type": "text",
+    "int_type": "a whole number",
+    "list_type": "a list",
+    "dict_type": "an object",
+    "model_type": "an object",
 }
-# Of fields that are not supported, the values with which they do nothing.
-NEUTRAL_VALUES: tuple[Any, ...] = (None, False, 0, "", [])
-NEUTRAL_OBJECTS: tuple[Any, ...] = (None, {})
-UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(
-        (
-            *("suffix", "use_beam_search", "early_stopping", "audio", "prediction"),
-            *("web_search_options", "priority", "chat_template", "functions", "documents"),
-            *("prompt_embeds", "thinking_token_budget", "logits_processors"),
-            *("guided_whitespace_pattern", "structural_tag", "repetition_detection"),
-            *("watermarking", "logprob_token_ids", "routed_experts_prompt_start"),
-            *("return_token_offsets", "return_prompt_text", "enable_response_messages"),
-        ),
-        NEUTRAL_VALUES,
-    ),
-    **dict.fromkeys(
-        (
-            *("mm_processor_kwargs", "media_io_kwargs", "vllm_xargs", "kv_transfer_params"),
-            "ec_transfer_params",
-        ),
-        NEUTRAL_OBJECTS,
-    ),
-    "modalities": (None, [], ["text"]),
-    "length_penalty": (None, 1),
-    "function_call": (None, "none", "auto"),  # without `functions`
-    "include_reasoning": (None, True),
-    "truncation_side": (None, "left"),
-}
-# Accepted without an effect on the completion.
-INERT_FIELDS = (
-    "user",
-    "store",
-    "metadata",
-    "service_tier",
-    "prompt_cache_key",
-    "prompt_cache_retention",
-    "safety_identifier",
-    "verbosity",
-    "request_id",  # it names the request
-    "session_id",
-    "stream_interval",  # how many tokens an event has depends on the engine's steps
-    "return_mm_kwargs",  # of images, which prompts do not have
-    "guided_decoding_backend",
-    "spaces_between_special_tokens",  # there are none in texts
-)
-COMMON_FIELDS = (
-    "model",
-    "max_tokens",
-    "max_completion_tokens",
-    "best_of",
-    "logprobs",
-    "stream",
-    "stream_options",
-    "response_format",
-    "return_token_ids",
-    "return_tokens_as_token_ids",
-    "truncate_prompt_tokens",
-    "add_special_tokens",
-    "prompt_logprobs",
-    "cache_salt",
-    "echo",
-    *GUIDED_FIELDS,
-    *SAMPLING_FIELDS,
-    *UNSUPPORTED_FIELDS,
-    *INERT_FIELDS,
-)
-COMPLETION_FIELDS = frozenset(("prompt", *COMMON_FIELDS))
-CHAT_FIELDS = frozenset(
-    (
-        "messages",
-        "top_logprobs",
-        "tools",
-        "tool_choice",
-        "parallel_tool_calls",
-        "chat_template_kwargs",
-        "add_generation_prompt",
-        "continue_final_message",
-        "reasoning_effort",
-        *COMMON_FIELDS,
-    )
-)
-# Fields of /v1/responses that mean the same in a chat.
-RESPONSES_CHAT_FIELDS = (
-    *("model", "stream", "parallel_tool_calls", "chat_template_kwargs", "cache_salt"),
-    *("add_special_tokens", *GUIDED_FIELDS),
-    *(name for name in SAMPLING_FIELDS if name != "n"),
-)
-# Without them a conversation, or another thing that the client relies on, would be lost.
-CONVERSATION_FIELDS = (
-    *("previous_response_id", "background", "conversation", "prompt"),
-    *("previous_input_messages", "previous_response"),
-)
-RESPONSES_FIELDS = frozenset(
-    (
-        *("input", "instructions", "max_output_tokens", "tools", "tool_choice", "text"),
-        *("reasoning", "include", "client_metadata", "stream_options", "truncation"),
-        *("top_logprobs", "prompt_logprobs", "max_tool_calls"),
-        *("context_management", "moderation"),
-        *RESPONSES_CHAT_FIELDS,
-        *CONVERSATION_FIELDS,
-        *UNSUPPORTED_FIELDS,
-        *INERT_FIELDS,
-    )
-)
-# A body of a completion or a chat has the tokens of its prompt. It may not be cut.
-TOKENIZE_FIELDS = (COMPLETION_FIELDS | CHAT_FIELDS | {"return_token_strs"}) - {
-    "truncate_prompt_tokens"
-}
-DETOKENIZE_FIELDS = frozenset(("model", "tokens"))
-GENERATION_FIELDS = COMPLETION_FIELDS | CHAT_FIELDS | RESPONSES_FIELDS
-# Values with which a field does nothing where it does not belong, besides NEUTRAL_VALUES.
-MISPLACED_VALUES: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "best_of": (1,),
-    "tool_choice": ("none", "auto"),
-    "parallel_tool_calls": (True,),
-    "response_format": ({"type": "text"},),
-    "truncation": ("disabled",),
-    "add_generation_prompt": (True,),
-}
+# Values with which a field does nothing that is not supported. An empty object may be a value:
+# `web_search_options: {}` asks for a search.
+NEUTRAL_VALUES: tuple[Any, ...] = (False, 0, "", [])
 
 
-def check_names(
-    body: Body, known: frozenset[str], endpoint: str, is_strict: bool = False
-) -> tuple[str, ...]:
-    """The names of fields that mean nothing here. Raises RequestError for fields that would change
-    the completion or the response and are not supported by this endpoint, and with `is_strict` for
-    all others that are unknown.
+@dataclass(frozen=True)
+class Inert:
+    """Marks a field that is accepted without an effect on the completion."""
+
+
+@dataclass(frozen=True)
+class Unsupported:
+    """Marks a field that is not supported. `reason` is the end of the error's sentence."""
+
+    neutral: tuple[Any, ...] = NEUTRAL_VALUES
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """Values, besides NEUTRAL_VALUES and {}, with which a field does nothing at an endpoint that
+    does not have it.
     """
-    for name, neutral_values in UNSUPPORTED_FIELDS.items():
-        # An empty object may be a value: `web_search_options: {}` asks for a search.
-        if body.get(name) not in neutral_values:
-            raise RequestError(f"{name} is not supported", name, UNSUPPORTED)
-    unknown = sorted(set(body) - known)
-    for name in GENERATION_FIELDS.intersection(unknown):
-        is_inert = name in INERT_FIELDS or name in UNSUPPORTED_FIELDS
-        neutral = (*NEUTRAL_VALUES, {}, *MISPLACED_VALUES.get(name, ()))
-        if not is_inert and body[name] not in neutral:
-            raise RequestError(f"{name} is no field of {endpoint}", name, UNSUPPORTED)
-    unknown = [name for name in unknown if name not in GENERATION_FIELDS]
-    if unknown and is_strict:
-        raise RequestError(f"unknown field {unknown[0][:60]!r}", unknown[0][:60])
-    return tuple(unknown)
+
+    neutral: tuple[Any, ...]
+
+
+MARKER = TypeVar("MARKER", Inert, Unsupported, Elsewhere)
+InertField = Annotated[Any, Inert()]
+UnsupportedField = Annotated[Any, Unsupported()]
+UnsupportedObject = Annotated[Any, Unsupported(({},))]
+# Without them a conversation, or another thing that the client relies on, would be lost.
+ConversationField = Annotated[
+    Any,
+    Unsupported(
+        (*NEUTRAL_VALUES, {}),
+        ": this server keeps no conversations, so send the whole conversation as input",
+    ),
+]
+
+
+class Body(BaseModel):
+    """A body, or a part of one. A field that is absent has its default."""
+
+    model_config = ConfigDict(frozen=True, strict=True, arbitrary_types_allowed=True)
+
+
+class NamedBody(Body):
+    """A body whose names are checked: those of `known_fields`, and of no other endpoint."""
+
+    endpoint: ClassVar[str]
+    ignored_fields: tuple[str, ...] = ()  # names in the body that mean nothing here
+
+    @classmethod
+    @cache
+    def known_fields(cls) -> frozenset[str]:
+        return frozenset(cls.model_fields) - {"ignored_fields"}
+
+
+class OtherFields(NamedBody):
+    """The fields that do not act, at the endpoints that generate."""
+
+    suffix: UnsupportedField = None
+    use_beam_search: UnsupportedField = None
+    early_stopping: UnsupportedField = None
+    audio: UnsupportedField = None
+    prediction: UnsupportedField = None
+    web_search_options: UnsupportedField = None
+    priority: UnsupportedField = None
+    chat_template: UnsupportedField = None
+    functions: UnsupportedField = None
+    documents: UnsupportedField = None
+    prompt_embeds: UnsupportedField = None
+    thinking_token_budget: UnsupportedField = None
+    logits_processors: UnsupportedField = None
+    guided_whitespace_pattern: UnsupportedField = None
+    structural_tag: UnsupportedField = None
+    repetition_detection: UnsupportedField = None
+    watermarking: UnsupportedField = None
+    logprob_token_ids: UnsupportedField = None
+    routed_experts_prompt_start: UnsupportedField = None
+    return_token_offsets: UnsupportedField = None
+    return_prompt_text: UnsupportedField = None
+    enable_response_messages: UnsupportedField = None
+    mm_processor_kwargs: UnsupportedObject = None
+    media_io_kwargs: UnsupportedObject = None
+    vllm_xargs: UnsupportedObject = None
+    kv_transfer_params: UnsupportedObject = None
+    ec_transfer_params: UnsupportedObject = None
+    modalities: Annotated[Any, Unsupported(([], ["text"]))] = None
+    length_penalty: Annotated[Any, Unsupported((1,))] = None
+    function_call: Annotated[Any, Unsupported(("none", "auto"))] = None  # without `functions`
+    include_reasoning: Annotated[Any, Unsupported((True,))] = None
+    truncation_side: Annotated[Any, Unsupported(("left",))] = None
+
+    user: InertField = None
+    store: InertField = None
+    metadata: InertField = None
+    service_tier: InertField = None
+    prompt_cache_key: InertField = None
+    prompt_cache_retention: InertField = None
+    safety_identifier: InertField = None
+    verbosity: InertField = None
+    request_id: InertField = None  # it names the request
+    session_id: InertField = None
+    stream_interval: InertField = None  # how many tokens an event has depends on the engine's steps
+    return_mm_kwargs: InertField = None  # of images, which prompts do not have
+    guided_decoding_backend: InertField = None
+    spaces_between_special_tokens: InertField = None  # there are none in texts
+
+
+# Fields of SamplingParams that have another name, meaning or range in each kind of body.
+OWN_FIELDS = ("n", "max_new_tokens", "logprobs", "prompt_logprobs")
+SAMPLING_FIELDS = tuple(
+    each.name for each in dataclasses.fields(SamplingParams) if each.name not in OWN_FIELDS
+)
+if TYPE_CHECKING:
+
+    class SamplingFields(Body):
+        structured_outputs: Any = None
+else:
+    # SamplingParams checks the values.
+    SamplingFields = create_model(
+        "SamplingFields", __base__=Body, **dict.fromkeys(SAMPLING_FIELDS, (Any, None))
+    )
+
+
+def given_sampling(body: SamplingFields) -> dict[str, Any]:
+    """The fields of SamplingParams that a body has, with their names there."""
+    names = (*SAMPLING_FIELDS, "n")
+    return {name: getattr(body, name) for name in names if name in body.model_fields_set}
+
+
+class StreamOptions(Body):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None  # it pads events
+
+
+class GenerationFields(SamplingFields, OtherFields):
+    """What completions, chats and responses have in common."""
+
+    # Former names of the kinds of structured_outputs.
+    guided_kinds: ClassVar[Mapping[str, str]] = {
+        "guided_json": "json",
+        "guided_regex": "regex",
+        "guided_choice": "choice",
+        "guided_grammar": "grammar",
+    }
+
+    model: str | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    prompt_logprobs: int | None = None
+    cache_salt: str = ""
+    add_special_tokens: bool | None = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+
+    @property
+    def format_field(self) -> tuple[str, Any]:
+        """(name in errors, value) of the field with the form of the content."""
+        raise NotImplementedError
+
+    @cached_property
+    def constraint(self) -> StructuredOutputs | None:
+        """What the completion must match. Raises RequestError for more than one."""
+        format_name, response_format = self.format_field
+        values = {} if response_format == {"type": "text"} else {format_name: response_format}
+        names = ("structured_outputs", *self.guided_kinds)
+        values |= {name: getattr(self, name) for name in names}
+        given = [name for name, value in values.items() if value is not None]
+        if len(given) > 1:
+            param = given[0].partition(".")[0]
+            raise RequestError(f"give either {given[0]} or {given[1]}", param)
+        for name in given:
+            if name == "structured_outputs":
+                return StructuredOutputs.parse(values[name])
+            if name in self.guided_kinds:
+                kind = self.guided_kinds[name]
+                return StructuredOutputs.from_kind(kind, values[name], param=name, name=name)
+            return parse_response_format(values[name], name)
+        return None
+
+    @model_validator(mode="after")
+    def check_stream_options(self) -> "GenerationFields":
+        if self.stream_options is not None and not self.stream:
+            raise RequestError("stream_options needs stream=true", "stream_options")
+        if self.stream_options is not None and self.stream_options.include_obfuscation:
+            raise RequestError(
+                "stream_options.include_obfuscation is not supported", "stream_options", UNSUPPORTED
+            )
+        return self
+
+    @model_validator(mode="after")
+    def check_constraint(self) -> "GenerationFields":
+        _ = self.constraint
+        return self
+
+
+class ChoiceFields(GenerationFields):
+    """What completions and chats have in common."""
+
+    n: Annotated[Any, Elsewhere((1,))] = None
+    best_of: Annotated[int | None, Elsewhere((1,))] = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    response_format: Annotated[Any, Elsewhere(({"type": "text"},))] = None
+    truncate_prompt_tokens: int | None = None
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
+    echo: bool = False
+
+    @property
+    def format_field(self) -> tuple[str, Any]:
+        return "response_format", self.response_format
+
+    @property
+    def token_limit(self) -> tuple[str, int | None]:
+        """(name in errors, value) of the field that limits the completion."""
+        if self.max_completion_tokens is not None:
+            return "max_completion_tokens", self.max_completion_tokens
+        return "max_tokens", self.max_tokens
+
+    @model_validator(mode="after")
+    def check_choices(self) -> "ChoiceFields":
+        if self.best_of is not None and self.best_of != (1 if self.n is None else self.n):
+            raise RequestError("best_of must be equal to n", "best_of")
+        if self.prompt_logprobs is not None and self.stream:
+            raise RequestError("prompt_logprobs needs stream=false", "prompt_logprobs")
+        return self
+
+
+@cache
+def marked_fields(kind: type[Body], marker: type[MARKER]) -> dict[str, MARKER]:
+    """The markers of a kind in the declaration of a body, by the names of the fields."""
+    return {
+        name: each
+        for name, field in kind.model_fields.items()
+        for each in field.metadata
+        if isinstance(each, marker)
+    }
+
+
+def request_error(error: ValidationError) -> RequestError:
+    """The first error of a body, as one sentence with the name of its field."""
+    first = error.errors(include_url=False, include_context=False)[0]
+    name = ".".join(map(str, first["loc"]))
+    expected = EXPECTED[first["type"]]
+    return RequestError(
+        f"{name} must be {expected}, not {shorten(first['input'])}", str(first["loc"][0])
+    )

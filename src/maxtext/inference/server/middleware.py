@@ -6,7 +6,6 @@ has left.
 
 import asyncio
 import hmac
-import re
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 from urllib.parse import quote
@@ -19,7 +18,7 @@ from maxtext.common.log import LOGGER
 from maxtext.inference.async_engine import AsyncEngine
 from maxtext.inference.server.errors import ApiError
 from maxtext.inference.server.events import Receive, Send, error_response
-from maxtext.inference.server.ids import new_id
+from maxtext.inference.server.ids import is_request_id, new_id
 from maxtext.inference.server.metrics import ServerMetrics
 
 AsgiApp = Callable[[Any, Receive, Send], Awaitable[None]]
@@ -28,11 +27,6 @@ OPEN_PATHS = {"/", "/health", "/ping", "/version", "/metrics"}
 MAX_PATH = 200  # characters of a path that the log shows
 MAX_UNREAD = 64 * 1024  # bytes of a body, which are read even if the response is an error
 MAX_STARTS = 8  # requests in one turn of the event loop
-REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
-
-
-def is_request_id(text: str) -> bool:
-    return REQUEST_ID.fullmatch(text) is not None
 
 
 class RequestMiddleware:

@@ -1,7 +1,8 @@
 """From the body of a request to what the engine generates, for completions and chats."""
 
+import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -10,33 +11,42 @@ from maxtext.inference.llm import prompt_seed
 from maxtext.inference.parsers.reasoning import Reasoning
 from maxtext.inference.requests import GenerationRequest
 from maxtext.inference.sampling_params import MAX_N, SamplingParams
-from maxtext.inference.server.bodies import (
-    Body,
-    flag,
-    object_field,
-    parse_messages,
-    parse_prompts,
-    text_field,
-)
 from maxtext.inference.server.fields import (
-    CHAT_FIELDS,
-    COMPLETION_FIELDS,
-    GUIDED_FIELDS,
-    SAMPLING_FIELDS,
     UNSUPPORTED,
-    check_names,
+    ChoiceFields,
+    StreamOptions,
+    given_sampling,
 )
 from maxtext.inference.server.messages import MessageFormat
 from maxtext.inference.server.model import ServedModel
-from maxtext.inference.server.text_limits import check_text_length, encode_end
-from maxtext.inference.server.tools import ToolOptions, parse_tools
-from maxtext.inference.structured_outputs import StructuredOutputs, parse_response_format
-from maxtext.inference.validation import RequestError, check_range, check_whole_number, shorten
+from maxtext.inference.server.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    ConversationFields,
+    JsonBody,
+    ResponsesRequest,
+)
+from maxtext.inference.server.tools import ToolOptions
+from maxtext.inference.structured_outputs import StructuredOutputs
+from maxtext.inference.validation import RequestError, check_range, check_whole_number
 from maxtext.tokenizers.chat import TemplateRefusal
 
 DEFAULT_TEMPERATURE = 1.0  # of requests, unless generation_config.json has another
 MAX_MESSAGE = 1000  # characters of an error of the template
 DEFAULT_MAX_TOKENS = 16  # of completions; of chats, what the maximum length leaves
+# Fields with the form of the content, of which a call has none.
+CONTENT_FORMATS = ("response_format", "text")
+# A text of megabytes takes seconds and hundreds of megabytes of memory to tokenize: only as much of
+# it is tokenized as the maximum length can need.
+# A token has at most as many characters, where the vocabulary sets no limit: an unknown token may
+# stand for any number of them.
+MAX_TOKEN_CHARS = 256
+USUAL_TOKEN_CHARS = 8  # most texts have fewer characters a token
+# Tokens at the beginning of a part of a text may differ from those of the whole text.
+OVERLAP = 64
+MAX_WORD_CHARS = 1024  # within which a part is moved to begin with a word
+# Every kind of tokenizer begins a token with this blank, whatever stands before it.
+WORD_START = re.compile(r"(?<=[^\W\d_]) (?=[^\W\d_])")
 
 
 @dataclass(frozen=True)
@@ -58,7 +68,7 @@ class ApiRequest:
     return_token_ids: bool = False
     shows_token_ids: bool = False  # instead of the texts of tokens in log-probabilities
     ignored_fields: tuple[str, ...] = ()  # names that mean nothing here
-    settings: Body = field(default_factory=dict)  # that the response repeats
+    settings: dict[str, Any] = field(default_factory=dict)  # that the response repeats
 
     @property
     def num_choices(self) -> int:
@@ -91,157 +101,129 @@ class RequestParser:
         self.max_logprobs = max_logprobs
         self.strict_fields = strict_fields
 
-    def completion(self, body: Body) -> ApiRequest:
+    def completion(self, body: JsonBody) -> ApiRequest:
         """The body of /v1/completions."""
-        ignored = check_names(body, COMPLETION_FIELDS, "/v1/completions", self.strict_fields)
-        echo = flag(body, "echo")
-        logprobs = body.get("logprobs")
-        if logprobs is not None:
-            check_range("logprobs", logprobs, 0, self.max_logprobs, whole=True)
-        fields = self.sampling_fields(body) | {"logprobs": logprobs}
-        num_prompt_logprobs = self.prompt_logprobs(body)
-        adds_specials = flag(body, "add_special_tokens", default=True)
-        prompts = parse_prompts(body)
-        self.check_num_sequences(len(prompts), body.get("n", 1))
+        request = body.parse(CompletionRequest, self.strict_fields)
+        self.check_num_logprobs("logprobs", request.logprobs)
+        self.check_num_logprobs("prompt_logprobs", request.prompt_logprobs)
+        fields = self.sampling_fields(request) | {"logprobs": request.logprobs}
+        self.check_num_sequences(len(request.prompt), 1 if request.n is None else request.n)
         token_ids = []
-        count = self.max_prompt_tokens(body)
-        for each in prompts:
+        count = self.max_prompt_tokens(request)
+        for each in request.prompt:
             if isinstance(each, str):
-                token_ids.append(self.encode(each, adds_specials, count))
+                token_ids.append(self.encode(each, request.add_special_tokens is not False, count))
             else:
                 token_ids.append(each if count is None else each[-count:])
-        params = SamplingParams(**fields, prompt_logprobs=num_prompt_logprobs)
+        params = SamplingParams(**fields, prompt_logprobs=request.prompt_logprobs)
         requests = []
         for index, ids in enumerate(token_ids):
             default = min(DEFAULT_MAX_TOKENS, self.remaining(ids))
-            max_tokens = self.max_tokens(body, len(ids), default, int(not echo))
-            if echo and (logprobs is not None or not max_tokens):
-                count = max(logprobs or 0, num_prompt_logprobs or 0)
-                params = params.with_valid(prompt_logprobs=count)
+            max_tokens = self.max_tokens(request, len(ids), default, int(not request.echo))
+            if request.echo and (request.logprobs is not None or not max_tokens):
+                num_logprobs = max(request.logprobs or 0, request.prompt_logprobs or 0)
+                params = params.with_valid(prompt_logprobs=num_logprobs)
             seed = prompt_seed(params.seed, index)
             own_params = params.with_valid(max_new_tokens=max_tokens, seed=seed)
-            requests.append(self.generation_request(body, ids, own_params))
+            requests.append(self.generation_request(request, ids, own_params))
         echoes = tuple(
             each
-            if isinstance(each, str) and "truncate_prompt_tokens" not in body
+            if isinstance(each, str) and request.truncate_prompt_tokens is None
             else self.model.tokenizer.decode(ids)
-            for each, ids in zip(prompts, token_ids, strict=True)
-            if echo
+            for each, ids in zip(request.prompt, token_ids, strict=True)
+            if request.echo
         )
-        return self.api_request(
-            body,
-            requests,
-            ignored,
-            echoes=echoes,
-            logprobs=logprobs,
-            prompt_logprobs=num_prompt_logprobs,
-        )
+        parsed = self.api_request(request, requests)
+        return replace(parsed, is_chat=False, echoes=echoes, logprobs=request.logprobs)
 
-    def chat(self, body: Body) -> ApiRequest:
+    def chat(self, body: JsonBody) -> ApiRequest:
         """The body of /v1/chat/completions."""
-        ignored = check_names(body, CHAT_FIELDS, "/v1/chat/completions", self.strict_fields)
-        if flag(body, "echo"):
-            raise RequestError("echo is for /v1/completions", "echo", UNSUPPORTED)
-        num_prompt_logprobs = self.prompt_logprobs(body)
-        wants_logprobs = flag(body, "logprobs")
-        num_top = body.get("top_logprobs", 0)
-        check_range("top_logprobs", num_top, 0, self.max_logprobs, whole=True)
-        if num_top and not wants_logprobs:
-            raise RequestError("top_logprobs needs logprobs=true", "top_logprobs")
-        logprobs = num_top if wants_logprobs else None
-        fields = self.sampling_fields(body) | {"logprobs": logprobs}
-        fields["prompt_logprobs"] = num_prompt_logprobs
-        if body.get("tools") and not self.allows_tools:
+        return self.parse_chat(body.parse(ChatRequest, self.strict_fields))
+
+    def responses(self, body: JsonBody) -> ApiRequest:
+        """The body of /v1/responses."""
+        request = body.parse(ResponsesRequest, self.strict_fields)
+        try:
+            parsed = self.parse_chat(request.to_chat())
+        except RequestError as error:
+            if error.param != "messages":
+                raise
+            raise RequestError(str(error), "input", error.code) from error
+        settings = request.repeated_fields(parsed.requests[0].params)
+        return replace(parsed, ignored_fields=request.ignored_fields, settings=settings)
+
+    def parse_chat(self, request: ChatRequest) -> ApiRequest:
+        self.check_num_logprobs("prompt_logprobs", request.prompt_logprobs)
+        self.check_num_logprobs("top_logprobs", request.top_logprobs)
+        logprobs = request.top_logprobs if request.logprobs else None
+        fields = self.sampling_fields(request) | {"logprobs": logprobs}
+        fields["prompt_logprobs"] = request.prompt_logprobs
+        if request.tools and not self.allows_tools:
             raise RequestError("this server takes no tools", "tools", UNSUPPORTED)
-        tools = parse_tools(body)
-        text = self.chat_text(body, tools)
-        reasoning = self.reasoning(body, text)
-        fields["structured_outputs"] = self.chat_constraint(
-            tools, reasoning, fields.get("structured_outputs")
-        )
-        adds_specials = flag(body, "add_special_tokens")
-        prompt_ids = self.encode(text, adds_specials, self.max_prompt_tokens(body))
-        max_tokens = self.max_tokens(body, len(prompt_ids), self.remaining(prompt_ids), at_least=1)
+        tools = request.tool_options
+        text = self.chat_text(request)
+        reasoning = self.reasoning(request, text)
+        fields["structured_outputs"] = self.chat_constraint(tools, reasoning, request.constraint)
+        count = self.max_prompt_tokens(request)
+        prompt_ids = self.encode(text, request.add_special_tokens is True, count)
+        remaining = self.remaining(prompt_ids)
+        max_tokens = self.max_tokens(request, len(prompt_ids), remaining, at_least=1)
         params = SamplingParams(max_new_tokens=max_tokens, **fields)
         message_format = MessageFormat(tools, reasoning, self.model.tool_parser)
         special_ids = self.model.special_ids
         tags = tuple(tag for tag in message_format.tags if tag in special_ids)
-        request = replace(
-            self.generation_request(body, prompt_ids, params),
+        generation_request = replace(
+            self.generation_request(request, prompt_ids, params),
             visible_token_ids=frozenset(special_ids[tag] for tag in tags),
             reasoning=reasoning.span,
         )
         if params.skip_special_tokens:
             message_format = replace(message_format, hidden_tags=tags)
-        return self.api_request(
-            body,
-            [request],
-            ignored,
-            is_chat=True,
-            logprobs=logprobs,
-            prompt_logprobs=num_prompt_logprobs,
-            message_format=message_format,
-        )
+        parsed = self.api_request(request, [generation_request])
+        return replace(parsed, logprobs=logprobs, format=message_format)
 
-    def prompt_logprobs(self, body: Body) -> int | None:
-        """How many of the most likely tokens a response has at each position of the prompt."""
-        count = body.get("prompt_logprobs")
+    def check_num_logprobs(self, name: str, count: int | None) -> None:
+        """Raises RequestError for more of the most likely tokens at a position than are allowed."""
         if count is not None:
-            check_range("prompt_logprobs", count, 0, self.max_logprobs, whole=True)
-            if flag(body, "stream"):
-                raise RequestError("prompt_logprobs needs stream=false", "prompt_logprobs")
-        return count
+            check_range(name, count, 0, self.max_logprobs, whole=True)
 
-    def reasoning(self, body: Body, prompt: str) -> Reasoning:
+    def reasoning(self, request: ChatRequest, prompt: str) -> Reasoning:
         """`prompt` is the text of the conversation."""
-        variables = {**self.model.template_defaults, **object_field(body, "chat_template_kwargs")}
+        variables = {**self.model.template_defaults, **request.chat_template_kwargs}
         return Reasoning.from_prompt(
             self.model.reasoning_parser,
             prompt,
-            continues=flag(body, "continue_final_message"),
-            is_wanted=bool(body.get("reasoning_effort"))
+            continues=request.continue_final_message,
+            is_wanted=bool(request.reasoning_effort)
             or any(variables.get(name) is True for name in ("enable_thinking", "thinking")),
         )
 
     def chat_constraint(
-        self, tools: ToolOptions, reasoning: Reasoning, wanted: Any
+        self, tools: ToolOptions, reasoning: Reasoning, wanted: StructuredOutputs | None
     ) -> StructuredOutputs | None:
         """The grammar of a message: of a required call, or the one that the request wants. It
         begins after the reasoning. A response_format is about content, which a required call has
         not.
         """
         constraint = tools.constraint()
-        wanted = None if wanted is None else StructuredOutputs.parse(wanted)
         if constraint is None:
             constraint = wanted
-        elif wanted is not None and wanted.param != "response_format":
+        elif wanted is not None and wanted.param not in CONTENT_FORMATS:
             raise RequestError("a required call has a format of its own", "tool_choice")
         if constraint is None:
             return None
         return replace(constraint, preamble=reasoning.preamble(self.model.tokenizer))
 
-    def chat_text(self, body: Body, tools: ToolOptions) -> str:
+    def chat_text(self, request: ConversationFields) -> str:
         """The messages of a body as the template writes them."""
-        variables = dict(object_field(body, "chat_template_kwargs"))
-        if "tools" in variables:
-            raise RequestError("chat_template_kwargs may not set tools", "chat_template_kwargs")
-        if tools.definitions:
-            variables["tools"] = list(tools.definitions)
-        effort = text_field(body, "reasoning_effort")
-        if effort:
-            variables = {"reasoning_effort": effort, **variables}
-        if effort == "none":
-            variables = {"enable_thinking": False, **variables}
-        continues = flag(body, "continue_final_message")
-        add_prompt = flag(body, "add_generation_prompt", default=not continues)
-        if continues and add_prompt:
-            raise RequestError(
-                "continue_final_message needs add_generation_prompt=false",
-                "continue_final_message",
-            )
-        messages = parse_messages(body)
+        assert request.messages is not None, "the body has a conversation"
         try:
-            return self.model.render_chat(messages, variables, add_prompt, continues)
+            return self.model.render_chat(
+                request.messages,
+                request.template_variables(),
+                request.adds_generation_prompt,
+                request.continue_final_message,
+            )
         except RequestError:
             raise
         except TemplateRefusal as error:
@@ -262,40 +244,26 @@ class RequestParser:
                 "prompt",
             )
 
-    def sampling_fields(self, body: Body) -> dict[str, Any]:
+    def sampling_fields(self, request: ChoiceFields) -> dict[str, Any]:
         """Fields of SamplingParams. Without a seed, every request has another one."""
-        given = {name: body[name] for name in SAMPLING_FIELDS if name in body}
-        if "best_of" in body:
-            check_whole_number("best_of", body["best_of"])
-            if body["best_of"] != body.get("n", 1):
-                raise RequestError("best_of must be equal to n", "best_of")
-        names = ("response_format", "structured_outputs", *GUIDED_FIELDS)
-        constraints = [name for name in names if body.get(name) not in (None, {"type": "text"})]
-        if len(constraints) > 1:
-            raise RequestError(f"give either {constraints[0]} or {constraints[1]}", constraints[0])
-        for name in constraints:
-            if name == "response_format":
-                given["structured_outputs"] = parse_response_format(body[name])
-            elif name in GUIDED_FIELDS:
-                given["structured_outputs"] = StructuredOutputs.from_kind(
-                    GUIDED_FIELDS[name], body[name], param=name, name=name
-                )
+        given = given_sampling(request) | {"structured_outputs": request.constraint}
         if "seed" in given:
             check_whole_number("seed", given["seed"])
         defaults = {"temperature": DEFAULT_TEMPERATURE, "seed": secrets.randbits(32)}
         return defaults | dict(self.model.sampling_defaults) | given
 
-    def max_tokens(self, body: Body, prompt_length: int, default: int, at_least: int) -> int:
-        name = "max_completion_tokens" if "max_completion_tokens" in body else "max_tokens"
-        count = body.get(name, default)
-        check_whole_number(name, count)
+    def max_tokens(
+        self, request: ChoiceFields, prompt_length: int, default: int, at_least: int
+    ) -> int:
+        name, given = request.token_limit
+        count = default if given is None else given
         if count < at_least:
             raise RequestError(f"{name}={count} must be at least {at_least}", name)
         if prompt_length + count > self.model.max_length:
             raise RequestError(
                 f"the maximum length is {self.model.max_length} tokens, but the prompt has "
                 f"{prompt_length} tokens, and {name} is {count}",
-                name if name in body else None,
+                None if given is None else name,
                 "context_length_exceeded",
             )
         return count
@@ -317,12 +285,11 @@ class RequestParser:
         check_text_length(text, self.model.max_length, self.model.longest_token)
         return encode(text)
 
-    def max_prompt_tokens(self, body: Body) -> int | None:
+    def max_prompt_tokens(self, request: ChoiceFields) -> int | None:
         """`truncate_prompt_tokens`: how many of the last ids of a prompt count; None: all. -1 is
         the maximum length.
         """
-        name = "truncate_prompt_tokens"
-        count = body.get(name)
+        name, count = "truncate_prompt_tokens", request.truncate_prompt_tokens
         if count is None:
             return None
         check_range(name, count, -1, self.model.max_length, whole=True)
@@ -331,58 +298,64 @@ class RequestParser:
         return self.model.max_length - 1 if count < 0 else count
 
     def generation_request(
-        self, body: Body, prompt_ids: list[int], params: SamplingParams
+        self, request: ChoiceFields, prompt_ids: list[int], params: SamplingParams
     ) -> GenerationRequest:
-        _, adapter = self.model.find(body.get("model"))
-        salt = text_field(body, "cache_salt")
-        return GenerationRequest(prompt_ids, params, adapter=adapter, cache_salt=salt)
+        _, adapter = self.model.find(request.model)
+        return GenerationRequest(prompt_ids, params, adapter=adapter, cache_salt=request.cache_salt)
 
     def api_request(
-        self,
-        body: Body,
-        requests: Sequence[GenerationRequest],
-        ignored: tuple[str, ...],
-        is_chat: bool = False,
-        echoes: tuple[str, ...] = (),
-        logprobs: int | None = None,
-        prompt_logprobs: int | None = None,
-        message_format: MessageFormat | None = None,
+        self, request: ChoiceFields, requests: Sequence[GenerationRequest]
     ) -> ApiRequest:
-        continuous, include_usage = parse_stream_options(
-            body, "continuous_usage_stats", "include_usage"
-        )
+        """What completions and chats have in common."""
+        options = request.stream_options or StreamOptions()
         return ApiRequest(
-            model=self.model.find(body.get("model"))[0],
+            model=self.model.find(request.model)[0],
             requests=tuple(requests),
-            is_chat=is_chat,
-            stream=flag(body, "stream"),
-            include_usage=include_usage or continuous,
-            continuous_usage=continuous,
-            echoes=echoes,
-            logprobs=logprobs,
-            prompt_logprobs=prompt_logprobs,
-            format=message_format or MessageFormat(),
-            return_token_ids=flag(body, "return_token_ids"),
-            shows_token_ids=flag(body, "return_tokens_as_token_ids"),
-            ignored_fields=ignored,
+            is_chat=True,
+            stream=request.stream,
+            include_usage=bool(options.include_usage or options.continuous_usage_stats),
+            continuous_usage=bool(options.continuous_usage_stats),
+            prompt_logprobs=request.prompt_logprobs,
+            return_token_ids=request.return_token_ids,
+            shows_token_ids=request.return_tokens_as_token_ids,
+            ignored_fields=request.ignored_fields,
         )
 
 
-def parse_stream_options(body: Body, *names: str) -> list[bool]:
-    """The values of these fields of `stream_options`. Raises RequestError for
-    `include_obfuscation`, which pads events.
+def check_text_length(text: str, max_length: int, token_chars: int | None) -> None:
+    """Raises RequestError for a text that exceeds `max_length` tokens whatever its tokens are. A
+    token has `token_chars` characters at most; None: the vocabulary sets no limit.
     """
-    options = object_field(body, "stream_options")
-    if "stream_options" in body and not flag(body, "stream"):
-        raise RequestError("stream_options needs stream=true", "stream_options")
-    for name in (*names, "include_obfuscation"):
-        if not isinstance(options.get(name), bool | None):
-            raise RequestError(
-                f"stream_options.{name} must be true or false, not {shorten(options[name])}",
-                "stream_options",
-            )
-    if options.get("include_obfuscation"):
+    at_least = -(-len(text) // (token_chars or MAX_TOKEN_CHARS))
+    if at_least > max_length:
         raise RequestError(
-            "stream_options.include_obfuscation is not supported", "stream_options", UNSUPPORTED
+            f"the maximum length is {max_length} tokens, but the prompt has at least {at_least} "
+            "tokens",
+            code="context_length_exceeded",
         )
-    return [bool(options.get(name)) for name in names]
+
+
+def encode_end(
+    text: str, count: int, encode: Callable[[str], list[int]], token_chars: int | None
+) -> list[int]:
+    """The last `count` ids of `encode(text)`, from the end of the text alone. Raises RequestError
+    if more characters than `count` tokens can have are fewer tokens.
+    """
+    num_chars = (count + OVERLAP) * USUAL_TOKEN_CHARS
+    limit = (count + OVERLAP) * (token_chars or MAX_TOKEN_CHARS) + MAX_WORD_CHARS
+    while num_chars < len(text):
+        num_chars = min(num_chars, limit)
+        start = len(text) - num_chars
+        if match := WORD_START.search(text, start, start + MAX_WORD_CHARS):
+            start = match.start()
+        ids = encode(text[start:])
+        if len(ids) >= count + OVERLAP:
+            return ids[-count:]
+        if num_chars == limit:
+            raise RequestError(
+                f"the last {limit} characters of the prompt are only {len(ids)} tokens, fewer than "
+                f"truncate_prompt_tokens={count}: send less blank or unknown text",
+                "truncate_prompt_tokens",
+            )
+        num_chars *= 4
+    return encode(text)[-count:]

@@ -5,17 +5,17 @@ and a parser finds them in the text. "required" and a named function: a grammar 
 the functions, so that the arguments always parse.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from maxtext.common.log import LOGGER
 from maxtext.inference.parsers.message_parser import (
     MessageParser,
     NamedCallParser,
     RequiredCallParser,
 )
 from maxtext.inference.parsers.tool_calls import build_tool_parser
-from maxtext.inference.server.bodies import Body, flag
 from maxtext.inference.structured_outputs import StructuredOutputs, schema_text
 from maxtext.inference.validation import RequestError, shorten
 
@@ -84,15 +84,11 @@ def move_refs(schema: Any, pointer: str) -> Any:
     return moved
 
 
-def parse_tools(body: Body) -> ToolOptions:
+def parse_tools(tools: Sequence[Any], choice: Any, parallel: bool) -> ToolOptions:
     """The fields `tools`, `tool_choice` and `parallel_tool_calls`. Raises RequestError if they do
     not fit.
     """
-    schemas = {}
-    parallel = flag(body, "parallel_tool_calls", default=True)
-    tools = body.get("tools", [])
-    if not isinstance(tools, list):
-        raise RequestError(f"tools must be a list, not {shorten(tools)}", "tools")
+    schemas: dict[str, Any] = {}
     for index, tool in enumerate(tools):
         function = tool.get("function") if isinstance(tool, Mapping) else None
         function = function if isinstance(function, Mapping) else {}
@@ -108,7 +104,8 @@ def parse_tools(body: Body) -> ToolOptions:
             raise RequestError(
                 f"tools[{index}].function.parameters must be a JSON schema, an object", "tools"
             )
-    choice = body.get("tool_choice", "auto" if schemas else "none")
+    if choice is None:
+        choice = "auto" if schemas else "none"
     definitions = tuple(tools)
     if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
         choice, allowed = parse_allowed_tools(choice.get("allowed_tools"), schemas)
@@ -148,3 +145,39 @@ def function_name(choice: Any, schemas: Mapping[str, Any]) -> str:
             f"tool_choice names {shorten(name)}, which is not in tools", "tool_choice"
         )
     return name
+
+
+def parse_functions(tools: Any) -> list[dict[str, Any]]:
+    """The functions among `tools` of /v1/responses, as a chat has them; others are ignored."""
+    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise RequestError(f"tools must be a list of objects, not {shorten(tools)}", "tools")
+    others = sorted(
+        {str(tool.get("type"))[:40] for tool in tools if tool.get("type") != "function"}
+    )
+    if others:
+        LOGGER.warning("ignoring tools of the types %s in /v1/responses", ", ".join(others))
+    names = ("name", "description", "parameters", "strict")
+    return [
+        {"type": "function", "function": {name: tool[name] for name in names if name in tool}}
+        for tool in tools
+        if tool.get("type") == "function"
+    ]
+
+
+def parse_function_choice(choice: Any) -> Any:
+    """The `tool_choice` of /v1/responses, as a chat has it."""
+    if isinstance(choice, Mapping) and choice.get("type") == "function":
+        return {"type": "function", "function": {"name": choice.get("name")}}
+    if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
+        tools = choice.get("tools")
+        allowed = list(map(parse_function_choice, tools)) if isinstance(tools, list) else tools
+        return {
+            "type": "allowed_tools",
+            "allowed_tools": {"mode": choice.get("mode"), "tools": allowed},
+        }
+    if isinstance(choice, Mapping):
+        kind = shorten(choice.get("type"))
+        raise RequestError(
+            f"tool_choice.type must be function or allowed_tools, not {kind}", "tool_choice"
+        )
+    return choice
