@@ -5,12 +5,17 @@ import re
 import runpy
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import yaml
 
+from maxtext import cli
+from maxtext.cli.arguments import command_help
+from maxtext.cli.eval import MODES
 from maxtext.cli.main import COMMANDS, main
 from maxtext.common import log
+from maxtext.configs import fields
 from tests.configs.test_spec import ADDED_KEYS
 
 NUM_KEYS = 723 + sum(map(len, ADDED_KEYS.values()))  # published ones and our own
@@ -66,6 +71,40 @@ def test_every_command_has_help(command, capsys):
     text = capsys.readouterr().out
     assert f"usage: maxtext {command}" in text
     assert f"example: maxtext {command}" in text
+
+
+OPTIONS = [
+    (command, option)
+    for command, record in COMMANDS.items()
+    for form in record.forms.values()
+    for option in form.options
+]
+
+
+def test_every_option_acts():
+    """It stands for a key, or the source of the command line reads it."""
+    source = "".join(path.read_text() for path in Path(cli.__file__).parent.glob("*.py"))
+    unread = [
+        f"{command} {option.name}"
+        for command, option in OPTIONS
+        if option.help and not option.overrides and f'["{option.name}"]' not in source
+        and not (command == "eval" and option.name in MODES)
+    ]  # fmt: skip
+    assert not unread
+
+
+def test_options_refer_to_others_of_their_command():
+    for command, option in OPTIONS:
+        names = {row.name for name, row in OPTIONS if name == command}
+        assert {*option.needs, *option.excludes} <= names, (command, option.name)
+        if isinstance(option.overrides, str) and option.overrides:
+            assert option.overrides.partition("=")[0] in fields.KEYS
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_fits_a_terminal(command):
+    lines = command_help(command, COMMANDS[command]).splitlines()
+    assert not [line for line in lines if len(line) > 100]
 
 
 def test_version(capsys):

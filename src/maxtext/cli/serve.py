@@ -232,7 +232,7 @@ def read_arguments(arguments: Arguments) -> ServeArguments:
 def server_options(arguments: Arguments, allowed_hosts: tuple[str, ...]) -> "ServerOptions":
     from maxtext.inference.server.app import ServerOptions
 
-    root = arguments["--lora-root"]
+    root = arguments["--lora-root"] if arguments["--allow-lora-updates"] else None
     if root is not None and not root.is_dir():
         raise ConfigError(f"--lora-root {root} is no folder")
     return ServerOptions(
