@@ -3,49 +3,21 @@ only.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import PlainValidator
 
 from maxtext.cli.generation import GenerationSession
 from maxtext.common.errors import UserError
 from maxtext.configs.sources import suggest
 from maxtext.inference.requests import GenerationRequest
 from maxtext.inference.sampling_params import SamplingParams
+from maxtext.inference.server.fields import SamplingFields, given_sampling
+from maxtext.inference.server.protocol import validate
 from maxtext.inference.strict_json import JsonReader
 from maxtext.inference.structured_outputs import parse_response_format
-from maxtext.inference.validation import check_whole_number, shorten
+from maxtext.inference.validation import shorten
 
-# Fields of SamplingParams, which checks them.
-SAMPLING_FIELDS = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "logit_bias",
-    "stop",
-    "stop_token_ids",
-    "ignore_eos",
-    "min_tokens",
-    "include_stop_str_in_output",
-    "skip_special_tokens",
-    "n",
-    "allowed_token_ids",
-    "bad_words",
-    "structured_outputs",
-)
-FIELDS = (
-    "prompt",
-    "messages",
-    "id",
-    "max_new_tokens",
-    *SAMPLING_FIELDS,
-    "response_format",
-    "seed",
-    "adapter",
-)
 # Results carry the id, so all of a line can be written as JSON again: Python's writer has limits.
 READER = JsonReader(
     "the line",
@@ -64,50 +36,14 @@ def parse_line(data: bytes) -> dict[str, Any]:
     return record
 
 
-def build_request(
-    record: Mapping[str, Any], index: int, session: GenerationSession, defaults: SamplingParams
-) -> GenerationRequest:
-    """The request of a line. `defaults` are the configuration's; the line overrides them."""
-    for name in record:
-        if name not in FIELDS:
-            hint = suggest(name, FIELDS) or "; put data of your own into id"
-            raise UserError(f"unknown field {name!r}{hint}")
-    if ("prompt" in record) == ("messages" in record):
-        raise UserError("a line has either a prompt or messages")
-    prompt_ids = encode_record(record, session)
-    limit = session.max_new_tokens(prompt_ids)
-    max_new_tokens = record.get("max_new_tokens", limit)
-    check_whole_number("max_new_tokens", max_new_tokens)
-    if not 1 <= max_new_tokens <= limit:
-        raise UserError(
-            f"max_new_tokens={max_new_tokens} must be between 1 and {limit}: the prompt has "
-            f"{len(prompt_ids)} tokens and max_target_length={session.config.max_target_length}"
-        )
-    seed = record.get("seed", session.config.init_weights_seed + index)
-    sampling = {name: record[name] for name in SAMPLING_FIELDS if name in record}
-    if "response_format" in record:
-        if "structured_outputs" in record:
-            raise UserError("a line has either response_format or structured_outputs")
-        sampling["structured_outputs"] = parse_response_format(record["response_format"])
-    params = dataclasses.replace(defaults, max_new_tokens=max_new_tokens, seed=seed, **sampling)
-    adapter = record.get("adapter")
-    if adapter is not None and not isinstance(adapter, str):
-        raise UserError(f"adapter={adapter!r} must be the name of an adapter, or empty for none")
-    return GenerationRequest(prompt_ids, params, adapter)
+def check_prompt(prompt: Any) -> str | list[int]:
+    is_ids = isinstance(prompt, list) and all(type(token) is int for token in prompt)
+    if not isinstance(prompt, str) and not is_ids:
+        raise UserError("prompt must be text or a list of token ids")
+    return prompt
 
 
-def encode_record(record: Mapping[str, Any], session: GenerationSession) -> list[int]:
-    if "messages" in record:
-        return session.encode_chat(check_messages(record["messages"]))
-    prompt = record["prompt"]
-    if isinstance(prompt, str):
-        return session.encode_prompt(prompt)
-    if isinstance(prompt, list) and all(type(token) is int for token in prompt):
-        return prompt
-    raise UserError("prompt must be text or a list of token ids")
-
-
-def check_messages(messages: Any) -> Sequence[Mapping[str, Any]]:
+def check_messages(messages: Any) -> list[dict[str, Any]]:
     """Raise UserError unless this is a list of messages that each have a role and a text."""
     if not isinstance(messages, list):
         raise UserError('messages must be a list such as [{"role": "user", "content": "hello"}]')
@@ -126,3 +62,66 @@ def check_messages(messages: Any) -> Sequence[Mapping[str, Any]]:
         if not message["role"]:
             raise UserError(f"messages[{index}].role is empty: set it, for example to user")
     return messages
+
+
+def check_adapter(adapter: Any) -> str | None:
+    if not isinstance(adapter, str | None):
+        raise UserError(f"adapter={adapter!r} must be the name of an adapter, or empty for none")
+    return adapter
+
+
+class BatchLine(SamplingFields):
+    """A line. null is a value, which only `id` and `adapter` may have."""
+
+    prompt: Annotated[str | list[int], PlainValidator(check_prompt)] = ""
+    messages: Annotated[list[dict[str, Any]], PlainValidator(check_messages)] = []
+    id: Any = None
+    max_new_tokens: int = 0
+    n: Any = None
+    response_format: Any = None
+    adapter: Annotated[str | None, PlainValidator(check_adapter)] = None
+
+    @classmethod
+    def from_record(cls, record: dict[str, Any]) -> "BatchLine":
+        """Raises UserError for the first field that is unknown or wrong."""
+        for name in record:
+            if name not in cls.model_fields:
+                hint = suggest(name, tuple(cls.model_fields)) or "; put data of your own into id"
+                raise UserError(f"unknown field {name!r}{hint}")
+        if ("prompt" in record) == ("messages" in record):
+            raise UserError("a line has either a prompt or messages")
+        if "response_format" in record and "structured_outputs" in record:
+            raise UserError("a line has either response_format or structured_outputs")
+        return validate(cls, record)
+
+    def sampling(self) -> dict[str, Any]:
+        """The fields of SamplingParams that the line has."""
+        given = given_sampling(self)
+        if "response_format" in self.model_fields_set:
+            given["structured_outputs"] = parse_response_format(self.response_format)
+        return given
+
+
+def build_request(
+    record: dict[str, Any], index: int, session: GenerationSession, defaults: SamplingParams
+) -> GenerationRequest:
+    """The request of a line. `defaults` are the configuration's; the line overrides them."""
+    line = BatchLine.from_record(record)
+    if line.messages:
+        prompt_ids = session.encode_chat(line.messages)
+    elif isinstance(line.prompt, str):
+        prompt_ids = session.encode_prompt(line.prompt)
+    else:
+        prompt_ids = line.prompt
+    limit = session.max_new_tokens(prompt_ids)
+    is_given = "max_new_tokens" in line.model_fields_set
+    max_new_tokens = line.max_new_tokens if is_given else limit
+    if not 1 <= max_new_tokens <= limit:
+        raise UserError(
+            f"max_new_tokens={max_new_tokens} must be between 1 and {limit}: the prompt has "
+            f"{len(prompt_ids)} tokens and max_target_length={session.config.max_target_length}"
+        )
+    seed = session.config.init_weights_seed + index
+    sampling = {"seed": seed, **line.sampling(), "max_new_tokens": max_new_tokens}
+    params = dataclasses.replace(defaults, **sampling)
+    return GenerationRequest(prompt_ids, params, line.adapter)

@@ -1,12 +1,15 @@
 """Bodies of requests become SamplingParams, or an error that names the field."""
 
+import dataclasses
 import json
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from maxtext.cli.batch_requests import BatchLine
 from maxtext.inference.errors import EngineError
+from maxtext.inference.sampling_params import SamplingParams
 from maxtext.inference.server.errors import ApiError
 from maxtext.inference.server.model import ServedModel
 from maxtext.inference.server.protocol import (
@@ -442,6 +445,15 @@ def test_fields_of_vllm_act_or_are_refused_or_documented(kind, names):
     docs = Path("docs/serving.md").read_text()
     unmentioned = [name for name in (*INERT_FIELDS, *UNSUPPORTED_FIELDS) if f"`{name}`" not in docs]
     assert not unmentioned
+
+
+def test_every_field_of_sampling_params_is_one_of_all_bodies():
+    """But for those with other names: max_tokens, max_output_tokens."""
+    names = {each.name for each in dataclasses.fields(SamplingParams)} - {"max_new_tokens"}
+    for kind in (CompletionRequest, ChatRequest):
+        assert names <= kind.known_fields()
+    assert names - {"n", "logprobs"} <= ResponsesRequest.known_fields()
+    assert names - {"logprobs", "prompt_logprobs"} <= set(BatchLine.model_fields)
 
 
 @pytest.mark.parametrize(
