@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 import httpx
 import pytest
 
-from maxtext.inference.server import preparation
+from maxtext.inference.server import app
 from tests.inference.server.local_server import run_server
 from tests.inference.server.test_server import MESSAGES, check_error, metric
 
@@ -27,7 +27,7 @@ def body(path, text):
 def test_long_fields_of_a_short_prompt_are_checked_in_a_thread(
     llm, few_programs, monkeypatch, fields
 ):
-    monkeypatch.setattr(preparation, "MAX_SHORT_BODY", 1000)
+    monkeypatch.setattr(app, "MAX_SHORT_BODY", 1000)
     with run_server(llm) as (model, url):
         threads, prepare = [], model.engine.prepare
 
@@ -47,9 +47,9 @@ def test_long_fields_of_a_short_prompt_are_checked_in_a_thread(
 @pytest.mark.parametrize("path", PATHS)
 def test_long_texts_delay_no_short_request(llm, few_programs, monkeypatch, path):
     """More of them than the threads of asyncio's pool, and one more than their queue takes."""
-    monkeypatch.setattr(preparation, "MAX_SHORT_BODY", 1000)
-    monkeypatch.setattr(preparation, "MAX_LONG_QUEUE", 40)
-    num_long = 40 + preparation.NUM_LONG_THREADS
+    monkeypatch.setattr(app, "MAX_SHORT_BODY", 1000)
+    monkeypatch.setattr(app, "MAX_LONG_QUEUE", 40)
+    num_long = 40 + app.NUM_LONG_THREADS
     may_go_on = threading.Event()
     with run_server(llm) as (model, url):
         names = ("encode_with_specials", "encode_prompt")

@@ -2,11 +2,13 @@
 
 import asyncio
 import json
+import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -16,6 +18,7 @@ from starlette.routing import Match, Route
 
 from maxtext.common.errors import UserError
 from maxtext.common.log import LOGGER
+from maxtext.inference.errors import EngineError
 from maxtext.inference.server.active_request import ActiveRequest
 from maxtext.inference.server.adapters import AdapterUpdates
 from maxtext.inference.server.allowed_hosts import HostMiddleware, OriginMiddleware
@@ -36,7 +39,6 @@ from maxtext.inference.server.middleware import (
 )
 from maxtext.inference.server.model import ServedModel
 from maxtext.inference.server.page import ChatPage
-from maxtext.inference.server.preparation import BoundedPool, PreparationPools
 from maxtext.inference.server.protocol import (
     DetokenizeRequest,
     JsonBody,
@@ -51,6 +53,13 @@ from maxtext.inference.session import PreparedRequest
 BODY_SECONDS = 30.0  # to receive a body
 MAX_IGNORED_SHOWN = 20  # names of fields in a header
 MAX_IGNORED_LOGGED = 1000
+MAX_SHORT_BODY = 64 * 1024  # bytes; a longer body is parsed and tokenized by the long pool
+NUM_SHORT_THREADS = 4
+NUM_LONG_THREADS = 2
+MAX_LONG_QUEUE = 64  # long requests that wait
+NUM_GRAMMAR_THREADS = 16  # requests that wait for their grammars
+RETRY_SECONDS = 5.0
+RESULT = TypeVar("RESULT")
 
 
 @dataclass(frozen=True)
@@ -137,6 +146,49 @@ def on_http_error(request: Request, error: Any) -> Response:
     kind = NOT_FOUND if error.status_code == 404 else "invalid_request_error"
     headers = dict(error.headers or {})
     return error_response(ApiError(error.status_code, message[:300], kind, headers=headers))
+
+
+class BoundedPool:
+    """Threads with a queue of limited length."""
+
+    def __init__(self, name: str, num_threads: int, max_queue: int):
+        self.executor = ThreadPoolExecutor(num_threads, f"maxtext-{name}")
+        self.capacity = num_threads + max_queue
+        self.lock = threading.Lock()
+        self.num_pending = 0  # calls that wait or run
+
+    async def run(self, function: Callable[..., RESULT], *args: Any) -> RESULT:
+        """The result of a call in one of the threads. Raises EngineError if the queue is full. A
+        call that has not begun is dropped if the task that waits for it is cancelled.
+        """
+        with self.lock:
+            if self.num_pending >= self.capacity:
+                message = f"the queue is full: {self.num_pending} requests are being prepared"
+                raise EngineError(message, "preparation_queue_full", RETRY_SECONDS)
+            self.num_pending += 1
+        future = self.executor.submit(function, *args)
+        future.add_done_callback(self.on_done)
+        return await asyncio.wrap_future(future)
+
+    def on_done(self, future: Future[Any]) -> None:
+        with self.lock:
+            self.num_pending -= 1
+
+
+class PreparationPools:
+    """Long requests have few threads of their own, so that short ones do not wait for them; so do
+    requests that wait for their grammars.
+    """
+
+    def __init__(self, capacity: int):
+        """`capacity` is how many sequences the engine runs and queues."""
+        self.short = BoundedPool("prepare", NUM_SHORT_THREADS, capacity)
+        self.long = BoundedPool("prepare-long", NUM_LONG_THREADS, MAX_LONG_QUEUE)
+        self.grammar = BoundedPool("prepare-grammar", NUM_GRAMMAR_THREADS, capacity)
+
+    def for_size(self, num_bytes: int) -> BoundedPool:
+        """The pool of a request whose body has so many bytes."""
+        return self.long if num_bytes > MAX_SHORT_BODY else self.short
 
 
 class Endpoints:
