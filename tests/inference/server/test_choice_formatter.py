@@ -6,7 +6,7 @@ import pytest
 
 from maxtext.inference.logprobs import TokenLogprobs
 from maxtext.inference.requests import Completion, CompletionDelta
-from maxtext.inference.server.choices import ChoiceFormatter
+from maxtext.inference.server.completions_writer import ChoiceFormatter
 from maxtext.inference.server.messages import MessageFormat
 
 

@@ -1,19 +1,276 @@
-"""The response to /v1/completions and /v1/chat/completions, whole or as chunks of a stream."""
+"""The response to /v1/completions and /v1/chat/completions, whole or as chunks of a stream.
 
+`ChoiceFormatter` turns what the engine adds to a choice into its parts of a response.
+"""
+
+import codecs
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
 
+from maxtext.common.sequences import common_prefix_length
+from maxtext.inference.detokenizer import REPLACEMENT
+from maxtext.inference.grammar import FAILURE
 from maxtext.inference.logprobs import TokenLogprobs
 from maxtext.inference.requests import Completion, CompletionDelta
 from maxtext.inference.server.active_request import ActiveRequest
-from maxtext.inference.server.choices import ChoiceFormatter, Json, Usage
+from maxtext.inference.server.errors import FINISH_REASONS, SERVER_ERROR, ApiError
 from maxtext.inference.server.events import DONE, encode_event, encode_json
 from maxtext.inference.server.ids import new_id
+from maxtext.inference.server.messages import MessageBuilder
 from maxtext.inference.server.model import ServedModel
 from maxtext.inference.server.request_parser import ApiRequest
 
+Json = dict[str, Any]
+MAX_CHARACTER_TOKENS = 8  # the most tokens of one character: it has four bytes at most
 PromptLogprobs = Sequence[TokenLogprobs | None]
+
+
+@dataclass
+class Usage:
+    """Tokens of a request. The tokens of a prompt are counted once, whatever its choices."""
+
+    prompt_tokens: int
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    reasoning_tokens: int | None = None  # None: the model has no reasoning
+
+    def add(self, completion: Completion) -> None:
+        if completion.choice == 0:
+            self.cached_tokens += completion.num_cached_tokens
+
+    def to_json(self) -> Json:
+        usage: Json = {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
+        if self.reasoning_tokens is not None:
+            usage["completion_tokens_details"] = {"reasoning_tokens": self.reasoning_tokens}
+        return usage
+
+
+class ChoiceFormatter:
+    """Turns the deltas of one choice into its parts of a response. `echo` is the text of the
+    prompt, where the response begins with it.
+    """
+
+    def __init__(self, model: ServedModel, request: ApiRequest, index: int, prompt: Sequence[int]):
+        self.model = model
+        self.request = request
+        self.index = index
+        self.prompt_ids = prompt
+        self.echo = request.echoes[index // request.num_choices] if request.echoes else ""
+        self.parser = request.format.build_parser()
+        self.message = MessageBuilder()
+        # Of text that the parser holds back.
+        self.held_logprobs: list[Json] = []
+        self.held_token_ids: list[int] = []
+        self.is_first = True
+        # Counts the characters before each token; a character ends with the last of its tokens.
+        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self.num_characters = 0
+        # Whether the next tokens may complete a character of the prompt. If they do not, its
+        # replacement character is part of the prompt's text.
+        self.continues_character = False
+        if request.logprobs is not None and not request.echoes:
+            for token in prompt[-MAX_CHARACTER_TOKENS:]:
+                self.decoder.decode(model.token_bytes(token, request.shows_specials))
+            self.continues_character = bool(self.decoder.getstate()[0])
+
+    def delta_logprobs(
+        self, delta: CompletionDelta, prompt_logprobs: Sequence[TokenLogprobs | None]
+    ) -> Json | None:
+        """The log-probabilities of a delta; with `echo`, after those of the prompt."""
+        if self.request.logprobs is None:
+            return None
+        if self.request.is_chat:
+            records = zip(delta.token_ids, delta.logprobs, strict=True)
+            return {"content": [self.chat_entry(*record) for record in records], "refusal": None}
+        token_ids: list[int] = list(delta.token_ids)
+        logprobs: list[TokenLogprobs | None] = list(delta.logprobs)
+        if self.is_first and self.request.echoes:
+            token_ids = [*self.prompt_ids, *token_ids]
+            logprobs = [*prompt_logprobs, *logprobs]
+        return self.completion_logprobs(token_ids, logprobs)
+
+    def completion_logprobs(
+        self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None]
+    ) -> Json:
+        text = self.token_text
+        offsets = []
+        for token in token_ids:
+            data = self.model.token_bytes(token, self.request.shows_specials)
+            if data and not is_continuation(data[0]):  # what is incomplete before it stays so
+                self.count_characters(self.decoder.decode(b"", final=True))
+            offsets.append(self.num_characters)
+            self.count_characters(self.decoder.decode(data))
+        top = [
+            # The token itself comes last: of equal texts, its number stays.
+            entry
+            and {text(each): entry.top[each] for each in (*drop(self.top(entry), token), token)}
+            for token, entry in zip(token_ids, logprobs, strict=True)
+        ]
+        return {
+            "tokens": [text(token) for token in token_ids],
+            "token_logprobs": [entry and entry.logprob for entry in logprobs],
+            "top_logprobs": top,
+            "text_offset": offsets,
+        }
+
+    def count_characters(self, text: str) -> None:
+        """Add the characters of a text that follows those that are counted already."""
+        if text and self.continues_character:
+            self.continues_character = False
+            text = text.removeprefix(REPLACEMENT)
+        self.num_characters += len(text)
+
+    def take_echo(self, token_ids: Sequence[int]) -> str:
+        """The text of the prompt, before that of the first tokens: without a character that is
+        incomplete in it, if they complete it.
+        """
+        decode = self.model.tokenizer.decode
+        if not self.echo.endswith(REPLACEMENT) or decode(self.prompt_ids) != self.echo:
+            return self.echo
+        text = decode([*self.prompt_ids, *token_ids])
+        return self.echo[: common_prefix_length(self.echo, text)]
+
+    def chat_entry(self, token: int, record: TokenLogprobs) -> Json:
+        return {
+            **self.chat_token(token, record.logprob),
+            "top_logprobs": [self.chat_token(each, record.top[each]) for each in self.top(record)],
+        }
+
+    def top(self, record: TokenLogprobs) -> list[int]:
+        """The most likely tokens, as many as the request wants."""
+        return list(record.top)[: self.request.logprobs]
+
+    def token_text(self, token: int) -> str:
+        """The name of a token in log-probabilities."""
+        return f"token_id:{token}" if self.request.shows_token_ids else self.model.token_text(token)
+
+    def prompt_records(self, logprobs: Sequence[TokenLogprobs | None]) -> list[Json | None]:
+        """The field `prompt_logprobs`: for each token of the prompt but the first, the most likely
+        tokens at its position and itself, by id.
+        """
+        records: list[Json | None] = []
+        for token, record in zip(self.prompt_ids, logprobs, strict=True):
+            if record is None:
+                records.append(None)
+                continue
+            top = list(record.top)[: self.request.prompt_logprobs]
+            ranks = {each: index + 1 for index, each in enumerate(top)} | {token: record.rank}
+            records.append(
+                {
+                    str(each): {
+                        "logprob": record.top[each],
+                        "rank": rank,
+                        "decoded_token": self.model.token_text(each),
+                    }
+                    for each, rank in ranks.items()
+                }
+            )
+        return records
+
+    def chat_token(self, token: int, logprob: float) -> Json:
+        data = self.model.token_bytes(token, self.request.shows_specials)
+        return {"token": self.token_text(token), "logprob": logprob, "bytes": list(data)}
+
+    def extras(self, delta: CompletionDelta) -> Json:
+        """Token ids, if the request wants them; those of the prompt in the first chunk."""
+        if not self.request.return_token_ids:
+            return {}
+        extras: Json = {"token_ids": list(delta.token_ids)}
+        if self.is_first and self.index % self.request.num_choices == 0:
+            extras["prompt_token_ids"] = list(self.prompt_ids)
+        return extras
+
+    def choice(
+        self, completion: Completion, prompt_logprobs: Sequence[TokenLogprobs | None]
+    ) -> Json:
+        """The choice of a whole response."""
+        delta = CompletionDelta(
+            index=completion.index,
+            choice=completion.choice,
+            text=completion.text or "",
+            token_ids=completion.token_ids,
+            logprobs=completion.logprobs,
+            completion=completion,
+        )
+        content: Json = {}
+        if not self.request.is_chat:
+            content["text"] = self.take_echo(delta.token_ids) + delta.text
+        else:
+            for part in self.parser.add(delta.text, last=True):
+                self.message.add(part)
+            content = {"message": self.message.message()}
+        return {
+            "index": self.index,
+            **content,
+            "logprobs": self.delta_logprobs(delta, prompt_logprobs),
+            **self.finish(completion),
+            **self.extras(delta),
+        }
+
+    def chunks(
+        self, delta: CompletionDelta, prompt_logprobs: Sequence[TokenLogprobs | None]
+    ) -> list[Json]:
+        """The choices of the chunks of a stream that a delta becomes; none if it adds nothing."""
+        logprobs = self.delta_logprobs(delta, prompt_logprobs)
+        extras = self.extras(delta)
+        if self.request.is_chat:
+            return self.chat_chunks(delta, logprobs, extras)
+        has_content = bool(delta.text or (delta.token_ids and (logprobs or extras)))
+        text = delta.text
+        if self.is_first:
+            # As long as a character of the prompt may be completed, there are no tokens.
+            may_change = self.echo.endswith(REPLACEMENT) and not delta.token_ids
+            if may_change and delta.completion is None:
+                return []
+            text = self.take_echo(delta.token_ids) + text
+        if not has_content and not text and delta.completion is None:
+            return []
+        self.is_first = False
+        end = self.finish(delta.completion)
+        return [{"index": self.index, "text": text, "logprobs": logprobs, **end, **extras}]
+
+    def chat_chunks(
+        self, delta: CompletionDelta, logprobs: Json | None, extras: Json
+    ) -> list[Json]:
+        """The role first, then reasoning, content and calls, then the reason of the end."""
+        is_last = delta.completion is not None
+        self.held_logprobs += logprobs["content"] if logprobs else []
+        self.held_token_ids += extras.get("token_ids", [])
+        parts = [self.message.add(part) for part in self.parser.add(delta.text, is_last)]
+        chunks: list[Json] = []
+        if self.is_first and (parts or is_last):
+            self.is_first = False
+            prompt = {name: ids for name, ids in extras.items() if name == "prompt_token_ids"}
+            start = {"role": "assistant", "content": ""}
+            chunks.append({"delta": start, "logprobs": None, **prompt})
+        chunks += [{"delta": part, **self.take_held()} for part in parts]
+        if is_last:  # it has the tokens without text, such as the end-of-sequence token
+            chunks.append({"delta": {}, **self.take_held(), **self.finish(delta.completion)})
+        return [{"index": self.index, "finish_reason": None, **chunk} for chunk in chunks]
+
+    def take_held(self) -> Json:
+        """What belongs to the tokens of a chunk."""
+        taken: Json = {"logprobs": None}
+        if self.held_logprobs:
+            taken["logprobs"] = {"content": self.held_logprobs, "refusal": None}
+        if self.held_token_ids:
+            taken["token_ids"] = self.held_token_ids
+        self.held_logprobs, self.held_token_ids = [], []
+        return taken
+
+    def finish(self, completion: Completion | None) -> Json:
+        end = finish(completion)
+        if self.message.calls and end["finish_reason"] == "stop":
+            end["finish_reason"] = "tool_calls"
+        return end
 
 
 class CompletionsWriter:
@@ -118,3 +375,27 @@ class CompletionsWriter:
             usage = self.usage.to_json() if self.request.continuous_usage else None
             parts += [b',"usage":', encode_json(usage)]
         return b"".join([*parts, b"}\n\n"])
+
+
+def finish(completion: Completion | None) -> Json:
+    """How a choice ended. Raises ApiError if the engine could not go on with it."""
+    if completion is None:
+        return {"finish_reason": None}
+    if completion.finish_reason not in FINISH_REASONS:
+        message = completion.error or "the completion failed"
+        if message.startswith(FAILURE):  # the client would repeat a request with another status
+            raise ApiError(400, message, code="completion_failed")
+        raise ApiError(500, message, SERVER_ERROR, code="completion_failed")
+    return {
+        "finish_reason": FINISH_REASONS[completion.finish_reason],
+        "stop_reason": completion.stop_reason,
+    }
+
+
+def is_continuation(byte: int) -> bool:
+    """Whether a byte of UTF-8 continues a character."""
+    return byte & 0xC0 == 0x80
+
+
+def drop(tokens: Iterable[int], token: int) -> list[int]:
+    return [each for each in tokens if each != token]

@@ -12,6 +12,8 @@ NOT_FOUND = "not_found_error"
 SERVER_ERROR = "server_error"
 # Names that the API has for fields of SamplingParams.
 API_NAMES = {"max_new_tokens": "max_tokens"}
+# `finish_reason` of the API by that of the engine, without those of failures.
+FINISH_REASONS = {"end": "stop", "stop": "stop", "length": "length"}
 # Status and type by the code of an EngineError.
 ENGINE_ERRORS = {
     "queue_full": (429, "rate_limit_error"),

@@ -8,7 +8,7 @@ from typing import Any
 from maxtext.common.extras import require
 from maxtext.inference.async_engine import AsyncEngine
 from maxtext.inference.requests import Completion
-from maxtext.inference.server.choices import FINISH_REASONS
+from maxtext.inference.server.errors import FINISH_REASONS
 
 FEATURE = "maxtext serve"
 SECONDS = (

@@ -8,7 +8,7 @@ from typing import Any
 from maxtext.inference.parsers.message_parser import MessageDelta
 from maxtext.inference.requests import Completion
 from maxtext.inference.server.active_request import ActiveRequest
-from maxtext.inference.server.choices import Json, finish
+from maxtext.inference.server.completions_writer import Json, finish
 from maxtext.inference.server.events import encode_json
 from maxtext.inference.server.ids import new_id
 from maxtext.inference.server.model import ServedModel
