@@ -205,7 +205,7 @@ def test_names_of_adapters():
         (["x", "--generation-config", "yes"], "takes auto or none"),
         (["x", "--default-chat-template-kwargs", "[]"], "JSON object"),
         (["x", "--default-chat-template-kwargs", '{"tools": []}'], "may not set tools"),
-        (["x", "--reasoning-parser", "deep"], "think or gpt_oss or none"),
+        (["x", "--reasoning-parser", "deep"], "--reasoning-parser takes think or"),
         (["x", "--lora", "a"], "NAME=DIR"),
         (["x", "--lora", "x=d"], "name of the model"),
         (["x", "--lora", "a=d", "--adapter", "e"], "exclude each other"),
