@@ -1,6 +1,4 @@
-"""The chat page: one HTML file with its script and style, sent with a policy that allows nothing
-else.
-"""
+"""The chat page: the files of `page/` as one document, with a policy that allows nothing else."""
 
 import html
 import json
@@ -12,8 +10,9 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-FILE = "page.html"
-# Placeholders in the file.
+FILE = "index.html"
+# Placeholders in the file, and what is filled in for every response.
+PARTS = {"__STYLE__": "style.css", "__MARKDOWN__": "markdown.js", "__APP__": "app.js"}
 NONCE, SERVER_INFO = "__NONCE__", "__SERVER__"
 HEADERS = {
     "Cache-Control": "no-store",  # a nonce is for one response
@@ -28,7 +27,11 @@ class ChatPage:
     """
 
     def __init__(self, server_info: Mapping[str, Any]):
-        source = resources.files(__package__).joinpath(FILE).read_text(encoding="utf-8")
+        folder = resources.files(__package__).joinpath("page")
+        source = folder.joinpath(FILE).read_text(encoding="utf-8")
+        for placeholder, name in PARTS.items():
+            text = folder.joinpath(name).read_text(encoding="utf-8")
+            source = source.replace(placeholder, f"\n{text}")
         self.template = source.replace(SERVER_INFO, html.escape(json.dumps(server_info)))
 
     async def respond(self, request: Request) -> Response:
