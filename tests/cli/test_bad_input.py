@@ -373,7 +373,7 @@ CASES = {
     ),
     "bias of another family's router": (
         [*MOE, "routed_bias=true"],
-        ["decoder_block=deepseek or gpt_oss"],
+        ["one of the decoder_blocks deepseek, glm4_moe, gpt_oss, minimax_m2"],
     ),
     "balancing of a bias that is learned": (
         [
@@ -383,7 +383,7 @@ CASES = {
             "routed_bias=true",
             "routed_bias_update_rate=0.1",
         ],
-        ["routed_bias_update_rate=0.1", "it needs decoder_block=deepseek"],
+        ["routed_bias_update_rate=0.1", "it needs one of the decoder_blocks deepseek, glm4_moe"],
     ),
     "dense layers of another family": (
         [*MOE, "first_num_dense_layers=1"],
