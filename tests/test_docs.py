@@ -29,11 +29,12 @@ PAGES = sorted(
 def definitions(path: Path) -> frozenset[str]:
     """The functions, classes and methods ("Class.method") that a file defines."""
     names = set()
+    functions = ast.FunctionDef | ast.AsyncFunctionDef
     for node in ast.parse(path.read_text()).body:
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        if isinstance(node, functions | ast.ClassDef):
             names.add(node.name)
         if isinstance(node, ast.ClassDef):
-            methods = (child for child in node.body if isinstance(child, ast.FunctionDef))
+            methods = (child for child in node.body if isinstance(child, functions))
             names |= {f"{node.name}.{method.name}" for method in methods}
     return frozenset(names)
 
