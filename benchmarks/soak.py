@@ -1,7 +1,7 @@
 """A server under mixed load for a while: does it grow, and does it ever fail?
 
     python benchmarks/soak.py [--minutes 5] [--warmup 3] [--streams 12] [--seed 0]
-                              [--max-programs 24]
+                              [--max-programs 6]
 
 Starts `maxtext serve` of a tiny model with random weights, with sizes that need few programs, and
 with too few KV blocks for all slots, so that sequences are preempted. The server keeps
@@ -238,7 +238,7 @@ def main():
     parser.add_argument("--warmup", type=float, default=3, help="minutes")
     parser.add_argument("--streams", type=int, default=12)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--max-programs", type=int, default=24, help="of prefill and of decode")
+    parser.add_argument("--max-programs", type=int, default=6, help="of prefill and of decode")
     options = parser.parse_args()
     with tempfile.NamedTemporaryFile("w+", suffix=".log") as log:
         process, address = start_server(log, options.max_programs)

@@ -225,6 +225,9 @@ def test_length_limit_cuts_the_text(byte_llm):
         ({"choice": [f"{n}" for n in range(10_001)]}, "has 10001 texts: 10000 are the most"),
         ({"json": {"multipleOf": 100_003}}, "has a multipleOf that is too large"),
         ({"json": {"multipleOf": 1.00003}}, "has a multipleOf that is too large"),
+        ({"grammar": "start: a\n" * 2501}, "has 2501 rules: 2500 are the most"),
+        ({"json": {"anyOf": [{"$ref": "#/x"}] * 2501}}, "has 2501 references: 2500 are the most"),
+        ({"json": {"anyOf": [{"pattern": "x"}] * 1001}}, "has 1001 patterns: 1000 are the most"),
         ({"json": {"anyOf": [{"multipleOf": 60_000}, {"multipleOf": 50_000}]}}, "multipleOf"),
         ({"json": {"properties": {f"p{n}": {} for n in range(12_000)}}}, "cannot be compiled: "),
     ],
@@ -373,3 +376,29 @@ def test_only_the_special_token_of_a_grammar_is_allowed():
     fill_masks([matcher], [0], masks)
     bits = np.unpackbits(masks[0].view(np.uint8), bitorder="little")
     assert np.flatnonzero(bits).tolist() == [1]
+
+
+@pytest.mark.parametrize(
+    "constraint",
+    [
+        {
+            "grammar": "".join(f'r{n}: "a" r{n + 1}\n' for n in range(2400))
+            + 'r2400: "a"\nstart: r0'
+        },
+        {
+            "json": {
+                "$ref": "#/$defs/0",
+                "$defs": {f"{n}": {"$ref": f"#/$defs/{n + 1}"} for n in range(2400)}
+                | {"2400": {"type": "null"}},
+            }
+        },
+    ],
+)
+def test_long_chain_does_not_end_the_process(constraint):
+    """The library follows it by recursion."""
+    tokenizer = ByteTokenizer()
+    compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size, [tokenizer.eos_id])
+    text = "a" if "grammar" in constraint else "null"
+    matcher = compiler.matcher(StructuredOutputs.parse(constraint))
+    ids = tokenizer.encode_with_specials(text)
+    assert matcher.accept(ids) == len(ids)

@@ -33,6 +33,10 @@ MAX_REASON = 300  # characters of an error
 MAX_GRAMMAR_SIZE = 20_000  # symbols; a property that is not required has about nine
 MAX_COMPILING = 4  # grammars at a time
 COMPILE_SECONDS = 10.0  # that a request waits for its grammar
+# Of a thread that compiles: the library recurses over a chain of rules, and the end of the stack
+# would be the end of the process. The usual 8 MiB are enough for about 2000 rules.
+STACK_BYTES = 256 * 2**20
+STACK_LOCK = threading.Lock()
 FAILURE = "the constraints of the request cannot be followed"  # while tokens are sampled
 # One blank at most between the parts of a JSON text: with any number of them, a weak model would
 # write blanks up to its limit.
@@ -161,7 +165,12 @@ class GrammarCompiler:
             finally:
                 self.turn.release()
 
-        threading.Thread(target=run, name="maxtext-grammar", daemon=True).start()
+        with STACK_LOCK:
+            default = threading.stack_size(STACK_BYTES)
+            try:
+                threading.Thread(target=run, name="maxtext-grammar", daemon=True).start()
+            finally:
+                threading.stack_size(default)
         return future
 
     def compile(self, constraint: StructuredOutputs) -> Any:

@@ -18,6 +18,9 @@ MAX_CHARACTERS = 1 << 18  # of a schema or a grammar
 MAX_CHOICES = 10_000  # the time to compile grows with the square of their number
 # Of all values of `multipleOf` in a schema: as an automaton, each has a state for every remainder.
 MAX_REMAINDERS = 100_000
+# Chains of them are followed by recursion in the grammar library, which no error ends.
+MAX_RULES = MAX_REFERENCES = 2500
+MAX_PATTERNS = 1000
 MULTIPLE_OF = re.compile(r'"multipleOf": ([0-9.eE+-]+)')
 
 
@@ -70,6 +73,8 @@ class StructuredOutputs:
             return cls(kind, limited(json.dumps(list(texts)), param), param)
         if not isinstance(content, str) or not content:
             raise RequestError(f"{name} must be text, not {shorten(content)}", param)
+        if kind == "grammar":
+            check_count(content, ":", MAX_RULES, "rules", param)
         return cls(kind, limited(content, param), param)
 
 
@@ -113,6 +118,8 @@ def schema_text(schema: Any, name: str) -> str:
         text = json.dumps(schema, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise RequestError(f"{name} has a schema that is not JSON: {error}", param) from error
+    check_count(text, '"$ref"', MAX_REFERENCES, "references", name)
+    check_count(text, '"pattern"', MAX_PATTERNS, "patterns", name)
     if sum(map(num_remainders, MULTIPLE_OF.findall(limited(text, name)))) > MAX_REMAINDERS:
         raise RequestError(
             f"{name} has a multipleOf that is too large: {MAX_REMAINDERS} is the most", param
@@ -125,6 +132,13 @@ def num_remainders(divisor: str) -> int:
     number = Decimal(divisor)
     places = max(-int(number.normalize().as_tuple().exponent), 0)
     return int(abs(number).scaleb(places))
+
+
+def check_count(text: str, mark: str, limit: int, what: str, name: str) -> None:
+    """Raises RequestError if a text has more than `limit` marks, one for each of `what`."""
+    if (count := text.count(mark)) > limit:
+        message = f"{name} has {count} {what}: {limit} are the most"
+        raise RequestError(message, name.partition(".")[0])
 
 
 def limited(text: str, name: str) -> str:
