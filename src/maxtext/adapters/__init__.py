@@ -1,1 +1,1 @@
-"""Level 6: low-rank adapters (LoRA) in PEFT folders: read, written, and merged into their base."""
+"""Level 6: low-rank adapters (LoRA) in PEFT folders: read, written, merged, and served."""

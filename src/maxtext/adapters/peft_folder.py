@@ -86,7 +86,7 @@ class AdapterReader:
     tensors: dict[str, np.ndarray] = field(default_factory=dict)
 
     def read(self, settings: Mapping[str, Any]) -> Adapter:
-        modules: dict[Binding, list[str]] = {}
+        modules: dict[ModuleBinding, list[str]] = {}
         experts: dict[str, list[str]] = {}
         outer: dict[str, list[str]] = {peft.EMBEDDING_A: [], peft.SAVED: []}
         problems: list[str] = []
@@ -104,10 +104,11 @@ class AdapterReader:
                 problems.append(f"{self.names[name]} {self.misfit(module, kind)}")
         for binding, present in modules.items():
             problems += self.module_problems(binding, present)
+        targets: list[tuple[Binding, list[str]]] = list(modules.items())
         for module, present in experts.items():
             selected = self.select_parameters(module, present)
             problems += self.parameter_problems(module, present, selected)
-            modules |= {binding: [name] for name, binding in selected.items()}
+            targets += [(binding, [name]) for name, binding in selected.items()]
         changed = [module for kind in outer.values() for module in kind]
         is_tied = self.modules.config.logits_via_embedding
         if settings.get("ensure_weight_tying") and is_tied and changed:
@@ -116,8 +117,8 @@ class AdapterReader:
                 "not supported"
             )
         raise_problems(self.source.title, problems)
-        for binding, present in modules.items():
-            self.read_binding(binding, present)
+        for target, present in targets:
+            self.read_binding(target, present)
         for module in outer[peft.EMBEDDING_A]:
             self.read_embedding(module)
         saved = dict(self.read_saved(module) for module in outer[peft.SAVED])
@@ -144,9 +145,8 @@ class AdapterReader:
             )
         return "is of a module that the model lacks"
 
-    def module_problems(self, binding: Binding, present: Sequence[str]) -> Iterator[str]:
+    def module_problems(self, binding: ModuleBinding, present: Sequence[str]) -> Iterator[str]:
         """What is wrong with the tensors of the modules of a binding."""
-        assert isinstance(binding, ModuleBinding)
         if binding.stacks_experts and len(present) < len(binding.hf):
             missing = next(module for module in binding.hf if module not in present)
             yield f"{missing}{peft.A} is missing: all experts must have an adapter"
@@ -170,12 +170,10 @@ class AdapterReader:
     def select_parameters(self, module: str, present: Sequence[str]) -> dict[str, ParameterBinding]:
         """The parameters of a module of experts that are targets, by the names of their tensors, of
         which `present` are in the folder."""
-        parameters = self.modules.of_parameters[module]
-        name = present[0]
         selected = [
             binding
-            for binding in parameters
-            if self.lora.selects_parameter(self.pattern_name(binding, name))
+            for binding in self.modules.of_parameters[module]
+            if self.lora.selects_parameter(self.pattern_name(binding, present[0]))
         ]
         return dict(nested_names(module, selected))
 
@@ -224,7 +222,7 @@ class AdapterReader:
             factor = a.shape[-1] / rank
             scaled = alpha * (factor**0.5 if self.lora.use_rslora else factor)
             self.add(path, (a, b), AdapterTarget(a.shape[-1], scaled))
-        if self.lora.use_dora:
+        if self.lora.use_dora and isinstance(binding, ModuleBinding):
             self.read_magnitudes(binding, present)
 
     def factors(self, binding: Binding, name: str, like: str) -> Factors:
@@ -237,8 +235,7 @@ class AdapterReader:
         a_shape, b_shape = binding.hf_shapes(a_info.shape[0])[binding.hf.index(name)]
         return np.zeros(a_shape, a_info.dtype), np.zeros(b_shape, self.info(like + peft.B).dtype)
 
-    def read_magnitudes(self, binding: Binding, present: Sequence[str]) -> None:
-        assert isinstance(binding, ModuleBinding)
+    def read_magnitudes(self, binding: ModuleBinding, present: Sequence[str]) -> None:
         if binding.stacks_experts:
             raise ConfigError(f"{self.source.title}: DoRA of experts is not supported")
         missing = [module for module in binding.hf if module + peft.MAGNITUDE not in self.names]

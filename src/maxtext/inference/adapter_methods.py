@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxtext.adapters.peft_folder import read_adapter, write_adapter
+from maxtext.adapters.serving import AdapterSlots, serves
 from maxtext.adapters.spec import Adapter
 from maxtext.checkpoint.open import Checkpoint
 from maxtext.checkpoint.weights import ParamInfo
 from maxtext.common.errors import UserError
 from maxtext.common.files import local_path
 from maxtext.configs.types import MaxTextConfig
-from maxtext.inference.adapters import AdapterSlots, serves
 from maxtext.inference.engine import InferenceEngine
 from maxtext.inference.model import InferenceModel
 from maxtext.layers.context import BuildContext

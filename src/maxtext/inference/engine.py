@@ -14,8 +14,8 @@ from typing import Any
 
 import jax
 
+from maxtext.adapters.serving import LoadedAdapter
 from maxtext.inference import shapes
-from maxtext.inference.adapters import LoadedAdapter
 from maxtext.inference.bad_words import TokenMatcher
 from maxtext.inference.batches import (
     MAX_DECODE_STEPS,

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from maxtext.adapters.serving import AdapterSlots
 from maxtext.adapters.spec import Adapter
 from maxtext.checkpoint.open import (
     Checkpoint,
@@ -30,7 +31,6 @@ from maxtext.configs.sources import from_python
 from maxtext.configs.startup import configure_process
 from maxtext.configs.types import MaxTextConfig
 from maxtext.inference.adapter_methods import AdapterMethods
-from maxtext.inference.adapters import AdapterSlots
 from maxtext.inference.bad_words import build_matcher
 from maxtext.inference.cache_config import MAX_CACHE_FRACTION, fit_slots
 from maxtext.inference.engine import InferenceEngine

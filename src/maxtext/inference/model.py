@@ -7,12 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 from maxtext.adapters.modules import ModelModules
+from maxtext.adapters.serving import AdapterSlots, serving_weights
 from maxtext.checkpoint.open import model_param_infos
 from maxtext.checkpoint.weights import ModelWeights, ParamInfo
 from maxtext.common.log import LOGGER
 from maxtext.common.trees import merge_dicts
 from maxtext.configs.types import MaxTextConfig
-from maxtext.inference.adapters import AdapterSlots, serving_weights
 from maxtext.inference.programs import Programs
 from maxtext.layers.context import BuildContext
 from maxtext.layers.lora import split_adapter

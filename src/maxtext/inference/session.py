@@ -7,7 +7,7 @@ step outputs into text deltas, and ends them at stop strings. `LLM` and `AsyncEn
 import itertools
 from dataclasses import dataclass, replace
 
-from maxtext.inference.adapters import LoadedAdapter
+from maxtext.adapters.serving import LoadedAdapter
 from maxtext.inference.bad_words import TokenMatcher
 from maxtext.inference.engine import InferenceEngine
 from maxtext.inference.processing import OutputProcessor
