@@ -88,7 +88,8 @@ loss_algo=gspo-token  ratios per sequence instead of per token
 DATA  files of problems (grain_eval_files=FILES)
 num_eval_passes=K  responses to each problem; pass@k for k = 1, 2, 4 … up to K
 eval_sampling_strategy=NAME  greedy, standard, liberal or an entry of generation_configs
-eval_mode=pass|maj|pass_at_1  correct is any response, the most frequent one, or the share
+eval_mode=pass|maj|pass_at_1  whether any response is correct, whether the most frequent one
+           is, or the share of correct ones
 eval_make_lst=true  write the problems with incorrect answers to evaluation.jsonl
 FILE  default: the preset evaluate; the file of a grpo run also works
 """,
