@@ -444,6 +444,19 @@ SMOLLM3 = llama(2048, 36, 16, 4, 11008, 128256) | {
     "sliding_window": None, "layer_types": ["full_attention"] * 36,
     "rope_theta": 5000000.0, "rope_scaling": None, "max_position_embeddings": 65536,
 }  # fmt: skip
+ERNIE = llama(1024, 18, 16, 2, 3072, 103424) | {
+    "architectures": ["Ernie4_5ForCausalLM"], "head_dim": 128, "tie_word_embeddings": True,
+    "use_bias": False, "rope_theta": 500000.0, "max_position_embeddings": 131072,
+}  # fmt: skip
+
+
+def exaone4(width: int, layers: int, heads: int, mlp: int, **more: Any) -> Json:
+    rope = LLAMA31_ROPE | {"factor": 16.0}
+    return llama(width, layers, heads, 8, mlp, 102400, rope_theta=1000000, rope_scaling=rope) | {
+        "architectures": ["Exaone4ForCausalLM"], **more
+    }  # fmt: skip
+
+
 SEED_OSS = llama(5120, 64, 80, 8, 27648, 155136) | {
     "architectures": ["SeedOssForCausalLM"], "head_dim": 128, "rms_norm_eps": 1e-6,
     "attention_bias": True, "attention_out_bias": False, "mlp_bias": False,
@@ -627,6 +640,20 @@ PUBLISHED: dict[str, Published] = {
     "minimax-m2-230b-a10b": Published("MiniMaxAI/MiniMax-M2", MINIMAX_M2),
     "smollm3-3b": Published("HuggingFaceTB/SmolLM3-3B", SMOLLM3, 3_075_098_624),
     "seed-oss-36b": Published("ByteDance-Seed/Seed-OSS-36B-Instruct", SEED_OSS, 36_151_104_512),
+    "exaone4-32b": Published(
+        "LGAI-EXAONE/EXAONE-4.0-32B",
+        exaone4(5120, 64, 40, 27392, head_dim=128, sliding_window=4096,
+                sliding_window_pattern="LLLG",
+                layer_types=(["sliding_attention"] * 3 + ["full_attention"]) * 16,
+                max_position_embeddings=131072),
+    ),
+    "exaone4-1.2b": Published(
+        "LGAI-EXAONE/EXAONE-4.0-1.2B",
+        exaone4(2048, 30, 32, 4096, head_dim=64, sliding_window=None,
+                layer_types=["full_attention"] * 30, tie_word_embeddings=True,
+                max_position_embeddings=65536),
+    ),
+    "ernie4.5-0.3b": Published("baidu/ERNIE-4.5-0.3B-PT", ERNIE, 360_748_032),
     # 50257 tokens, 2048 positions, in the paper; here padded, and more positions.
     "gpt3-175b": Published("Brown et al. 2020", gpt3(12288, 96, 96, 50257, 2048),
                            None, (50304 - 50257 + 16384 - 2048) * 12288),

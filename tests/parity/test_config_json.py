@@ -87,6 +87,8 @@ MODELS = {
     "minimax-m2-230b-a10b": SPARSE,
     "smollm3-3b": DENSE | {"base_num_decoder_layers": 5},
     "seed-oss-36b": DENSE,
+    "exaone4-32b": DENSE | WINDOW | {"base_num_decoder_layers": 5},
+    "ernie4.5-0.3b": DENSE,
     "gpt3-52k": DENSE | {"base_num_kv_heads": 4, "head_dim": 12, "trainable_position_size": 64},
 }
 

@@ -51,6 +51,8 @@ BASES = {
     "minimax_m2": "minimax_m2",
     "smollm3": "smollm3 listed",
     "seed_oss": "seed_oss",
+    "exaone4": "exaone4",
+    "ernie4_5": "ernie4_5",
     "gpt2": "gpt2",
 }
 

@@ -732,6 +732,38 @@ CASES = {
     "seed_oss without biases": case(
         "SeedOss", attention_bias=False, mlp_bias=True, tie_word_embeddings=True
     ),
+    "exaone4": case("Exaone4", num_hidden_layers=5, sliding_window=5),
+    "exaone4 without window": case(
+        "Exaone4",
+        rope(
+            "llama3",
+            1e6,
+            factor=16.0,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_max_position_embeddings=32,
+        ),
+        NO_HEAD_DIM,
+        sliding_window=None,
+        layer_types=[FULL, FULL],
+        tie_word_embeddings=True,
+    ),
+    "exaone4 published": case(
+        "Exaone4",
+        num_hidden_layers=3,
+        sliding_window=7,
+        layer_types=[SLIDING, FULL, SLIDING],
+        published={
+            "sliding_window_pattern": "LLLG",
+            "rope_parameters": ABSENT,
+            "rope_theta": 1e6,
+            "rope_scaling": None,
+        },
+    ),
+    "ernie4_5": case("Ernie4_5"),
+    "ernie4_5 with biases": case(
+        "Ernie4_5", use_bias=True, tie_word_embeddings=False, num_key_value_heads=1
+    ),
     "gpt2": Case("GPT2", GPT2),
     "gpt2 wide": Case(
         "GPT2",
@@ -772,6 +804,8 @@ ONE_EACH = [
     "minimax_m2",
     "smollm3",
     "seed_oss",
+    "exaone4",
+    "ernie4_5",
     "gpt2",
 ]
 # Cases that are quick and see most of the code.
@@ -811,6 +845,8 @@ FAST = {
     "minimax_m2",
     "smollm3",
     "seed_oss",
+    "exaone4",
+    "ernie4_5",
 }
 
 

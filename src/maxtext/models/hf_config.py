@@ -2,6 +2,7 @@
 RoPE, the kinds of layers, and which layers have experts.
 """
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -174,6 +175,11 @@ def every_nth(pattern: str | int, kind: str, others: str = "sliding") -> Callabl
 
     def rule(layer: int, entries: Json) -> str:
         n = entries[pattern] if isinstance(pattern, str) else pattern
+        if not isinstance(n, int) or n == 0:
+            raise UserError(
+                f"config.json: {pattern}={json.dumps(n)} needs layer_types, which list the kinds "
+                "of layers"
+            )
         return others if (layer + 1) % n else kind
 
     return rule

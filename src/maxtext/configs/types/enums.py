@@ -162,6 +162,8 @@ class DecoderBlockType(StrEnum):
     MINIMAX_M2 = "minimax_m2"
     SMOLLM3 = "smollm3"
     SEED_OSS = "seed_oss"
+    EXAONE4 = "exaone4"
+    ERNIE4_5 = "ernie4_5"
     SIMPLE = "simple"
     SIMPLE_MLP = "simple_mlp"
 

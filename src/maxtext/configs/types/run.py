@@ -112,6 +112,9 @@ class RunInfo(Group):
         "minimax-m2-230b-a10b",
         "smollm3-3b",
         "seed-oss-36b",
+        "exaone4-32b",
+        "exaone4-1.2b",
+        "ernie4.5-0.3b",
     ] = key(
         "default",
         "Which configs/models/<name>.yml to apply, e.g. llama3.1-8b or qwen3-4b; default: "

@@ -13,7 +13,7 @@ from maxtext.hf.config_json import (
 )
 from maxtext.hf.layer_rules import HF_LAYER, attention_rules, mlp_rules, norm_rules, outer_rules
 from maxtext.hf.rules import Rule
-from maxtext.hf.schema import NULL, POSITIVE, SIZE
+from maxtext.hf.schema import COUNT, NULL, POSITIVE, TEXT
 from maxtext.models.hf_config import every_nth, layer_types, uniform_rope
 
 
@@ -64,7 +64,7 @@ COHERE2 = HfMapping(
         window_field(4096),
         layer_types(
             every_nth("sliding_window_pattern", "full"),
-            Field("sliding_window_pattern", default=4, kind=SIZE),
+            Field("sliding_window_pattern", default=4, kind=COUNT | TEXT | NULL),
         ),
         uniform_rope(interleave=True),
     ),

@@ -314,7 +314,7 @@ GEMMA3 = HfMapping(
         cap_field("final_logit_softcapping", "final_logits_soft_cap", None),
         layer_types(
             every_nth("sliding_window_pattern", "full"),
-            Field("sliding_window_pattern", default=6, kind=SIZE),
+            Field("sliding_window_pattern", default=6),
         ),
         FieldGroup(
             (
