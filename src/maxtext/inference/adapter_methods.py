@@ -1,9 +1,10 @@
-"""The methods of `LLM` for adapters: building the model for them, loading, dropping and saving."""
+"""The methods of `LLM` for adapters: building the model for them, loading, dropping, saving and
+merging."""
 
 import os
 import weakref
 from dataclasses import replace
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +14,12 @@ from maxtext.adapters.peft_folder import read_adapter, write_adapter
 from maxtext.adapters.serving import AdapterSlots, serves
 from maxtext.adapters.spec import Adapter
 from maxtext.checkpoint.open import Checkpoint
-from maxtext.checkpoint.weights import ParamInfo
-from maxtext.common.errors import UserError
+from maxtext.checkpoint.weights import ModelWeights, ParamInfo
+from maxtext.common.errors import ConfigError, UserError
 from maxtext.common.files import local_path
 from maxtext.configs.types import MaxTextConfig
 from maxtext.inference.engine import InferenceEngine
+from maxtext.inference.loading import merge_model
 from maxtext.inference.model import InferenceModel
 from maxtext.layers.context import BuildContext
 from maxtext.layers.lora import split_adapter
@@ -39,6 +41,15 @@ class AdapterMethods:
     disk_dtypes: dict[str, np.dtype]
     engine: InferenceEngine | None
     engines: weakref.WeakSet[InferenceEngine]
+
+    def __init__(
+        self,
+        config: MaxTextConfig,
+        template: Template,
+        weights: Any,
+        checkpoint: Checkpoint | None = None,
+        context: BuildContext | None = None,
+    ): ...
 
     def build_model(self, weights: Any) -> InferenceModel:
         """The model for the adapters that are loaded."""
@@ -90,3 +101,20 @@ class AdapterMethods:
         if self.checkpoint is not None:
             base, names = str(self.checkpoint.path), self.checkpoint.hf_tensor_names
         write_adapter(folder, loaded.adapter, self.config, base, names)
+
+    def merge(self, name: str | None = None) -> Self:
+        """A new model with an adapter merged into its weights: W + scale · B A in float32, rounded
+        once. Raises ConfigError if the weights are quantized."""
+        loaded = self.adapters.find(name)
+        if loaded is None:
+            raise UserError("which adapter? none is loaded")
+        if self.context.quantized_weights:
+            raise ConfigError(
+                f"quantization={self.config.quantization} rounds the base: load it without, then "
+                "merge the adapter"
+            )
+        base = ModelWeights(split_adapter(self.model.checkpoint_weights)[0], self.param_infos)
+        config, template, weights = merge_model(base, loaded.adapter, self.config, self.rules)
+        merged = type(self)(config, template, weights, self.checkpoint, self.context)
+        merged.disk_dtypes = self.disk_dtypes
+        return merged

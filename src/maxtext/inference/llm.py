@@ -40,7 +40,6 @@ from maxtext.inference.loading import (
     find_eos_ids,
     inference_context,
     load_weights,
-    merge_model,
     random_weights,
     read_adapters,
     resolve_config,
@@ -63,7 +62,6 @@ from maxtext.inference.structured_outputs import StructuredOutputs
 from maxtext.inference.validation import RequestError
 from maxtext.inference.warmup import warmup_requests
 from maxtext.layers.context import BuildContext
-from maxtext.layers.lora import split_adapter
 from maxtext.layers.parameters import Template
 from maxtext.models.transformer import make_template, refuse_absent_kernels
 from maxtext.sharding import AxisRules, make_mesh
@@ -171,23 +169,6 @@ class LLM(AdapterMethods):
         if config.enable_model_warmup:
             llm.warm_up()
         return llm
-
-    def merge(self, name: str | None = None) -> "LLM":
-        """A new model with an adapter merged into its weights: W + scale · B A in float32, rounded
-        once. Raises ConfigError if the weights are quantized."""
-        loaded = self.adapters.find(name)
-        if loaded is None:
-            raise UserError("which adapter? none is loaded")
-        if self.context.quantized_weights:
-            raise ConfigError(
-                f"quantization={self.config.quantization} rounds the base: load it without, then "
-                "merge the adapter"
-            )
-        base = ModelWeights(split_adapter(self.model.checkpoint_weights)[0], self.param_infos)
-        config, template, weights = merge_model(base, loaded.adapter, self.config, self.rules)
-        merged = LLM(config, template, weights, self.checkpoint, self.context)
-        merged.disk_dtypes = self.disk_dtypes
-        return merged
 
     def logits(self, token_ids: Any, adapter: str | None = None) -> jax.Array:
         """Token ids [B, S], or [S] of one sequence -> the logits of the next token at every
