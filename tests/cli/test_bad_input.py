@@ -695,6 +695,27 @@ CASES = {
         ["use_dpo and use_sft exclude each other"],
     ),
     "packed pairs": (["use_dpo=true"], ["set packing=false with use_dpo"]),
+    "packed pairs of a reward model": (
+        ["num_labels=1", "packing=true"],
+        ["set packing=false with num_labels"],
+    ),
+    "reward model and SFT": (
+        ["num_labels=1", "use_sft=true"],
+        ["use_sft and num_labels exclude each other"],
+    ),
+    "classifier": (["num_labels=3"], ["num_labels=3 is a classifier", "only reward models"]),
+    "reward model of a teacher": (
+        ["num_labels=1", "teacher_overrides.model_name=llama2-7b"],
+        ["num_labels=1 is a reward model, which has no logits to distill"],
+    ),
+    "rewards of no reward model": (
+        ["center_rewards_coefficient=0.1"],
+        ["center_rewards_coefficient=0.1", "it needs num_labels=1"],
+    ),
+    "reward model without reinforcement learning": (
+        ["reward_model_path=x"],
+        ["reward_model_path=x", "it needs use_grpo"],
+    ),
     "packing of rows that are not packed": (
         ["packing=false", "grain_packing_type=best_fit"],
         ["grain_packing_type=best_fit", "it needs packing=true"],

@@ -30,6 +30,7 @@ ADDED_KEYS = {
         "max_prompt_length",
         "precompute_reference_logps",
     ],
+    "RewardModeling": ["num_labels", "center_rewards_coefficient"],
     "Adapters": [
         "enable_lora",
         "lora_rank",
@@ -66,6 +67,7 @@ ADDED_KEYS = {
         "reward_functions_path",
         "reward_functions",
         "reward_weights",
+        "reward_model_path",
         "max_turns",
         "eval_batch_size",
         "dataset_processor_path",

@@ -482,6 +482,7 @@ class AdapterWriter:
             # PEFT has no dropout of parameters.
             lora_dropout=0.0 if self.parameters else self.spec.dropout,
             modules_to_save=self.saved_names or None,
+            task_type="SEQ_CLS" if self.modules.config.num_labels else "CAUSAL_LM",
         )
         original = self.original
         if original and all(original.rank(name) == rank for name, rank in self.ranks.items()):

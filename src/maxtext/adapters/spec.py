@@ -52,6 +52,8 @@ def adapter_spec(config: MaxTextConfig) -> AdapterSpec | None:
             f"lora_use_dora=true has no magnitudes for routed experts and routers such as "
             f"{routed[0]}: leave them out of the targets, or set lora_use_dora=false"
         )
+    saved = (HEAD,) if config.num_labels else ()  # a reward model's head is new
+    paths = [path for path in paths if path not in saved]
     target = AdapterTarget(config.lora_rank, config.lora_alpha or float(config.lora_rank))
     return AdapterSpec(
         targets=tuple((path, target) for path in paths),
@@ -59,6 +61,7 @@ def adapter_spec(config: MaxTextConfig) -> AdapterSpec | None:
         dora=config.lora_use_dora,
         dropout=config.lora_dropout,
         init=config.lora_init,
+        saved=saved,
         shared=modules.shared_layers(paths),
     )
 

@@ -35,6 +35,7 @@ from maxtext.checkpoint.tensors import (
     RenamedTensors,
     TensorSource,
     TensorStream,
+    WithTensor,
 )
 from maxtext.checkpoint.training_weights import TrainingWeights
 from maxtext.checkpoint.weights import ParamInfo, find_param_infos
@@ -57,6 +58,7 @@ from maxtext.models.rules import check_layers
 from maxtext.tokenizers.load import tokenizer_files
 
 HF_HEAD = "lm_head.weight"
+INIT_DEVIATION = 0.02  # of new weights: transformers' initializer_range
 HF_ASSETS_DIR, TENSOR_NAMES_FILE = "hugging_face", "tensor_names.json"
 DTYPE_NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "float64": "F64"}
 # Keys that define a model, not how it runs
@@ -80,6 +82,7 @@ MODEL_GROUPS = (
 )
 MODEL_KEYS = (
     "vocab_size",
+    "num_labels",
     *(key for group in MODEL_GROUPS for key in group.model_fields if key != "attention"),
 )
 
@@ -112,9 +115,16 @@ class Checkpoint:
         dtype: np.dtype | None = None,
     ) -> Any:
         """The tensors as weights of a native model, by its names."""
+        if config.num_labels and "num_labels" not in self.settings:
+            return with_new_head(self, config, param_infos, dtype)
+        return self.stored_weights(config, param_infos, dtype)
+
+    def stored_weights(
+        self, config: MaxTextConfig, param_infos: Mapping[str, ParamInfo], dtype: np.dtype | None
+    ) -> Any:
         if self.mapping is None:
             return under_current_names(self.source, param_infos)
-        if self.has_own_head and config.logits_via_embedding:
+        if self.has_own_head and not config.num_labels and config.logits_via_embedding:
             raise UserError(
                 f"{self.path} has an lm_head.weight that differs from the embedding, and "
                 "logits_via_embedding=true would drop it: set logits_via_embedding=false"
@@ -140,6 +150,24 @@ class Checkpoint:
                 min(unused),
             )
         return weights
+
+
+def with_new_head(
+    checkpoint: Checkpoint,
+    config: MaxTextConfig,
+    param_infos: Mapping[str, ParamInfo],
+    dtype: np.dtype | None,
+) -> TensorStream:
+    """The weights of a language model as those of a reward model: in place of its head a random
+    one, normally distributed with transformers' deviation."""
+    head = hf_registry.NATIVE_HEAD
+    others = {name: info for name, info in param_infos.items() if name != head}
+    source = checkpoint.stored_weights(config, others, dtype)
+    LOGGER.info("%s is a language model: the head of the reward model is new", checkpoint.path)
+    info = param_infos[head]
+    rng = np.random.default_rng(config.init_weights_seed)
+    weight = (INIT_DEVIATION * rng.standard_normal(info.shape)).astype(dtype or info.dtype)
+    return WithTensor(source, head, weight, frozenset(others))
 
 
 def under_current_names(source: TensorStream, param_infos: Mapping[str, ParamInfo]) -> TensorStream:
@@ -379,6 +407,8 @@ def update_hf_config(
                 hf_config["num_nextn_predict_layers"] = config.mtp_num_layers
             if not config.logits_via_embedding and is_tied(hf_config, config):
                 hf_config["tie_word_embeddings"] = False  # the head has weights of its own
+            if config.num_labels:
+                hf_config |= hf_registry.classifier_entries(hf_registry.mapping_for(config))
             return hf_config | {dtype_key: dtype}
     return None
 

@@ -98,6 +98,32 @@ class NamedArrays:
 
 
 @dataclass(frozen=True)
+class WithTensor:
+    """The tensors `names` of a source, and one more."""
+
+    source: TensorSource
+    name: str
+    array: np.ndarray
+    names: frozenset[str]
+
+    @property
+    def title(self) -> str:
+        return self.source.title
+
+    @cached_property
+    def tensors(self) -> dict[str, TensorInfo]:
+        tensors = {name: info for name, info in self.source.tensors.items() if name in self.names}
+        return tensors | {self.name: TensorInfo(self.array.dtype, self.array.shape)}
+
+    def read(self, name: str) -> np.ndarray:
+        return self.array if name == self.name else self.source.read(name)
+
+    def __iter__(self) -> Iterator[tuple[str, np.ndarray]]:
+        for name in self.tensors:
+            yield name, self.read(name)
+
+
+@dataclass(frozen=True)
 class RenamedTensors:
     """A source under other names. Tensors without a new name are left out."""
 

@@ -47,6 +47,11 @@ COMMANDS = {
         "maxtext orpo ~/models/Qwen3-0.6B pairs.jsonl steps=500",
         method(),
     ),
+    "reward": Command(
+        "train a reward model on pairs of a preferred and a rejected completion",
+        "maxtext reward ~/models/Qwen3-0.6B pairs.jsonl steps=500",
+        method(),
+    ),
     "distill": Command(
         "train a student on the outputs of a teacher",
         "maxtext distill ~/models/Qwen3-0.6B ~/models/Qwen3-8B texts.jsonl",

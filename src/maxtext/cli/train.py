@@ -36,7 +36,7 @@ def run(arguments: Arguments) -> int:
 
 
 def run_method(method: str, args: list[str]) -> int:
-    """`maxtext sft`, `dpo`, `orpo`, `distill` and `grpo`: `maxtext train` with a preset."""
+    """`maxtext METHOD`, such as `sft` or `grpo`: `maxtext train` with a preset."""
     teachers = [positionals.TEACHER_KEY] if method == "distill" else []
     path, overrides = positionals.split(args, models=[positionals.MODEL_KEY, *teachers])
     if path in sources.presets() and positionals.is_model_folder(local_path(path)):
@@ -112,6 +112,8 @@ def next_command(config: MaxTextConfig, signal: int | None, command: Sequence[st
     if signal is not None:
         name = [] if config.has_lasting_name else [f"run_name={config.run_name}"]
         return shlex.join(["maxtext", *command, *name]) if has_checkpoint else ""
+    if config.num_labels:  # a reward model, which generates nothing
+        return ""
     model, adapter = folder if has_checkpoint else "", []
     if has_adapters(config):
         model = config.load_parameters_path

@@ -41,7 +41,7 @@ MAX_UNROLLED_LAYERS = 64  # on GPUs, where layers are unrolled by default
 # are those of TRL's scripts (sft.py, distillation.py, dpo.py), ten times the rates for all weights;
 # "LoRA Without Regret" (Thinking Machines, 2025) measures the same factor, also in reinforcement
 # learning. It is applied to the published rates of ORPO (8e-6) and of TRL's GRPOConfig (1e-6).
-LORA_LEARNING_RATES = {"sft": 2e-4, "dpo": 5e-6, "orpo": 8e-5, "grpo": 1e-5}
+LORA_LEARNING_RATES = {"sft": 2e-4, "dpo": 5e-6, "orpo": 8e-5, "grpo": 1e-5, "reward": 1e-3}
 # keys that only scanned layers read: a user who sets one wants layers to be scanned
 SCAN_KEYS = ("param_scan_axis", "inhomogeneous_layer_cycle_interval")
 
@@ -165,7 +165,7 @@ def fill_defaults(settings: Layer, environ: Mapping[str, str]) -> None:
     is_fine_tuning = any(
         fields.validated(key, settings[key].value) is True
         for key in ("use_sft", "use_dpo", "use_grpo")
-    )
+    ) or bool(fields.validated("num_labels", settings["num_labels"].value))
     has_batches = fields.validated("use_grpo", settings["use_grpo"].value) is True
     if has_batches:
         fill_rl_defaults(settings)
@@ -178,6 +178,9 @@ def fill_defaults(settings: Layer, environ: Mapping[str, str]) -> None:
         settings["steps"] = (
             sources.base_layer()["steps"] if by_epochs else Setting(length, Source("derived"))
         )
+    is_reward_model = fields.validated("num_labels", settings["num_labels"].value)
+    if is_reward_model and settings["packing"].source.kind == "default":
+        settings["packing"] = Setting(False, Source("derived", "num_labels"))
     steps, epochs = settings["steps"], settings["num_epoch"]
     is_bounded = steps.source.is_user or has_batches
     if is_fine_tuning and is_bounded and epochs.source.kind == "default":
@@ -227,6 +230,8 @@ def fill_lora_learning_rate(settings: Layer, is_fine_tuning: bool) -> None:
         method = "grpo"
     elif fields.validated("use_dpo", settings["use_dpo"].value) is True:
         method = "orpo" if settings["dpo_loss_type"].value == "orpo" else "dpo"
+    elif fields.validated("num_labels", settings["num_labels"].value):
+        method = "reward"
     settings["learning_rate"] = Setting(
         LORA_LEARNING_RATES[method], Source("derived", "LoRA of " + method)
     )

@@ -34,6 +34,7 @@ METHOD_KEYS = {
     "orpo": ["use_dpo=true", "dpo_loss_type=orpo"],
     "distill": [],
     "grpo": ["use_grpo=true"],
+    "reward": ["num_labels=1"],
 }
 
 

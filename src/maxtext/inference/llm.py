@@ -86,7 +86,12 @@ class LLM(AdapterMethods):
     ):
         """`template` and `weights` are in the layout of checkpoints; the LLM owns the weights from
         now on. `context` overrides the facts about devices that the mesh gives. `adapters`: by
-        name."""
+        name. Raises UserError for a reward model."""
+        if config.num_labels:
+            raise UserError(
+                f"{config.load_parameters_path or 'this'} is a reward model, which scores texts "
+                "and generates none: maxtext grpo takes it as reward_model_path"
+            )
         self.config = config
         self.template = template
         self.checkpoint = checkpoint

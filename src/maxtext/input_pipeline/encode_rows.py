@@ -8,7 +8,7 @@ pair it keeps the end of the prompt and the start of the completions.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -20,7 +20,7 @@ from maxtext.configs.sources import is_preset
 from maxtext.configs.types import MaxTextConfig
 from maxtext.input_pipeline.formats import Record, UnusableRecord
 from maxtext.input_pipeline.formatting import FormattingFunction
-from maxtext.input_pipeline.interface import Split
+from maxtext.input_pipeline.interface import MARGIN, Split
 from maxtext.input_pipeline.prompt_templates import (
     DatasetProcessor,
     PromptTemplate,
@@ -70,6 +70,7 @@ class EncodedPair:
     chosen: np.ndarray
     rejected: np.ndarray
     remarks: tuple[Remark, ...] = ()
+    margin: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -296,7 +297,10 @@ class PairEncoder(TextEncoder):
 
     def prepare(self, record: Record) -> EncodedPair:
         """The tokens of the prompt and both completions. Raises UnusableRecord."""
-        row = parse_pair(self.format(record), self.columns)
+        return self.encode_formatted(self.format(record))
+
+    def encode_formatted(self, record: Record) -> EncodedPair:
+        row = parse_pair(record, self.columns)
         prompt, chosen, rejected = self.token_ids(row)
         if chosen == rejected:
             raise UnusableRecord("chosen and rejected are equal")
@@ -369,6 +373,29 @@ class PairEncoder(TextEncoder):
             raise UnusableRecord(str(error)) from error
         prompt_ids, chosen_ids, rejected_ids = map(self.tokenizer.encode_with_specials, texts)
         return prompt_ids, chosen_ids, rejected_ids
+
+
+class ScoredPairEncoder(PairEncoder):
+    """Pairs of reward-model training, whose model reads the last token, too: after it stands a
+    token that is only a target. The column `margin` is optional."""
+
+    def __init__(self, config: MaxTextConfig, split: Split, tokenizer: Tokenizer | None = None):
+        super().__init__(config, split, tokenizer)
+        self.length -= 1
+
+    def encode_formatted(self, record: Record) -> EncodedPair:
+        pair = super().encode_formatted(record)
+        margin = record.get(MARGIN)
+        if margin is None:
+            margin = 0.0
+        if isinstance(margin, bool) or not isinstance(margin, int | float):
+            raise UnusableRecord(f"{MARGIN} is {margin!r}, and must be a number")
+        return replace(
+            pair,
+            chosen=np.append(pair.chosen, np.int32(0)),
+            rejected=np.append(pair.rejected, np.int32(0)),
+            margin=float(margin),
+        )
 
 
 class PromptEncoder(TextEncoder):

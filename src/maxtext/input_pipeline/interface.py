@@ -40,6 +40,7 @@ FIELDS = (
 )
 
 RECORD = "record"
+MARGIN = "margin"  # of pairs of reward-model training, float32 [rows]
 PAIR_SIDES = ("chosen", "rejected")
 PAIR_FIELDS = tuple(f"{side}_{field}" for side in PAIR_SIDES for field in FIELDS)
 

@@ -20,16 +20,17 @@ import numpy as np
 
 from maxtext.common.errors import ConfigError
 from maxtext.configs.types import MaxTextConfig
-from maxtext.input_pipeline.encode_rows import EncodedPrompt
+from maxtext.input_pipeline.encode_rows import EncodedPair, EncodedPrompt
 from maxtext.input_pipeline.interface import (
     FIELDS,
+    MARGIN,
     PAIR_SIDES,
     RECORD,
     Batch,
     ShardSpec,
     check_position,
 )
-from maxtext.input_pipeline.sequences import TokenPairs
+from maxtext.input_pipeline.sequences import TokenPairs, pair_sequences
 
 # Rows that first_fit and best_fit fill at a time: more rows leave less padding, but need memory and
 # delay the first batch. With the lengths of web pages and rows of 2048 tokens, best_fit leaves 2.6%
@@ -234,6 +235,11 @@ def pad_pair(pair: tuple[TokenPairs, TokenPairs], length: int) -> Batch:
         for side, sequence in zip(PAIR_SIDES, pair, strict=True)
         for field, value in pad_row(sequence, length).items()
     }
+
+
+def pad_scored_pair(pair: EncodedPair, length: int) -> Batch:
+    """`pad_pair` of a pair, with its margin."""
+    return pad_pair(pair_sequences(pair), length) | {MARGIN: np.array(pair.margin, np.float32)}
 
 
 def pad_prompt(prompt: EncodedPrompt, length: int) -> Batch:

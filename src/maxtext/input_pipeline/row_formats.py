@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING
 
 from maxtext.configs.types import MaxTextConfig
 from maxtext.input_pipeline.encode import Encoder, RecordEncoder
-from maxtext.input_pipeline.encode_rows import PairEncoder, PromptEncoder, RowEncoder, TextEncoder
+from maxtext.input_pipeline.encode_rows import (
+    PairEncoder,
+    PromptEncoder,
+    RowEncoder,
+    ScoredPairEncoder,
+    TextEncoder,
+)
 from maxtext.input_pipeline.interface import FIELDS, PAIR_FIELDS, LongDocuments
 
 if TYPE_CHECKING:
@@ -135,6 +141,22 @@ class PairRows(RowFormat):
 
 
 @dataclass(frozen=True)
+class ScoredPairRows(PairRows):
+    """Preference pairs with their margins."""
+
+    def to_rows(
+        self, config: MaxTextConfig, chunks: "grain.IterDataset", seed: int | None
+    ) -> "grain.IterDataset":
+        import grain
+
+        from maxtext.input_pipeline.packing import pad_scored_pair
+        from maxtext.input_pipeline.sequences import ToRecords
+
+        pairs = grain.experimental.FlatMapIterDataset(chunks, ToRecords())
+        return pairs.map(partial(pad_scored_pair, length=config.max_target_length))
+
+
+@dataclass(frozen=True)
 class PromptRows(RowFormat):
     """Prompts, with the columns of their records."""
 
@@ -144,9 +166,9 @@ class PromptRows(RowFormat):
         import grain
 
         from maxtext.input_pipeline.packing import pad_prompt
-        from maxtext.input_pipeline.sequences import ToPrompts
+        from maxtext.input_pipeline.sequences import ToRecords
 
-        prompts = grain.experimental.FlatMapIterDataset(chunks, ToPrompts())
+        prompts = grain.experimental.FlatMapIterDataset(chunks, ToRecords())
         return prompts.map(partial(pad_prompt, length=config.max_target_length))
 
     def no_rows(self, config: MaxTextConfig, named_by: str, stream: str) -> str:
@@ -172,6 +194,7 @@ def long_documents(config: MaxTextConfig, packing: str | None) -> LongDocuments:
 DOCUMENTS = SequenceRows(Encoder)
 MASKED_ROWS = SequenceRows(RowEncoder)
 PREFERENCE_PAIRS = PairRows(PairEncoder, PAIR_FIELDS)
+SCORED_PAIRS = ScoredPairRows(ScoredPairEncoder, PAIR_FIELDS)
 PROMPTS = PromptRows(PromptEncoder, has_records=True)
 
 

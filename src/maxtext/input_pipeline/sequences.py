@@ -8,6 +8,7 @@ truncated when they are encoded, and never split.
 """
 
 import sys
+from typing import Any
 
 import grain
 import numpy as np
@@ -52,22 +53,23 @@ class ToPairs(grain.experimental.FlatMapTransform):
     max_fan_out = sys.maxsize
 
     def flat_map(self, chunk: list[EncodedPair]) -> list[tuple[TokenPairs, TokenPairs]]:
-        return [
-            (
-                completion_sequence(pair.prompt, pair.chosen),
-                completion_sequence(pair.prompt, pair.rejected),
-            )
-            for pair in chunk
-        ]
+        return [pair_sequences(pair) for pair in chunk]
 
 
-class ToPrompts(grain.experimental.FlatMapTransform):
-    """Maps a chunk of prompts to the prompts."""
+class ToRecords(grain.experimental.FlatMapTransform):
+    """Maps a chunk of encoded records to the records."""
 
     max_fan_out = sys.maxsize
 
-    def flat_map(self, chunk: list[EncodedPrompt]) -> list[EncodedPrompt]:
+    def flat_map(self, chunk: list[Any]) -> list[Any]:
         return chunk
+
+
+def pair_sequences(pair: EncodedPair) -> tuple[TokenPairs, TokenPairs]:
+    return (
+        completion_sequence(pair.prompt, pair.chosen),
+        completion_sequence(pair.prompt, pair.rejected),
+    )
 
 
 def completion_sequence(prompt: np.ndarray, completion: np.ndarray) -> TokenPairs:

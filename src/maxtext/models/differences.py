@@ -23,6 +23,7 @@ MODEL_KEYS = (
     "logits_via_embedding",
     "final_logits_soft_cap",
     "mtp_num_layers",
+    "num_labels",
 )
 HEAD_DIM = 128  # at which RoPE frequencies are compared
 

@@ -29,6 +29,24 @@ KINDS = {
     if field.kind is not None
 }
 
+# Reward models are transformers' classifiers with one label.
+CLASSIFIER, SCORE, NATIVE_HEAD = "ForSequenceClassification", "score.weight", "head/weight"
+CLASSIFIER_PREFIXES = {  # of names that are not those of the language model
+    "GPT2LMHeadModel": "GPT2",
+    "Gemma3ForCausalLM": "Gemma3Text",
+    "Qwen3_5ForCausalLM": "Qwen3_5Text",
+}
+WITHOUT_CLASSIFIER = (
+    "CohereForCausalLM",
+    "Cohere2ForCausalLM",
+    "DeepseekV32ForCausalLM",
+    "Gemma4ForCausalLM",
+    "Glm4MoeForCausalLM",
+    "Llama4ForCausalLM",
+    "MiniMaxM2ForCausalLM",
+    "Qwen3_5MoeForCausalLM",
+)
+
 # Prefixes of tensor names in folders of multimodal models -> prefixes that rules use.
 PREFIXES = {
     "model.language_model.": "model.",
@@ -45,6 +63,44 @@ MULTIMODAL_TENSORS = (
 def read_config(folder: Path) -> Json:
     """config.json of a Hugging Face folder, checked. Raises ConfigError with every wrong field."""
     return schema.read_config(folder, KINDS)
+
+
+def is_classifier(hf_config: Json) -> bool:
+    return any(name.endswith(CLASSIFIER) for name in hf_config.get("architectures") or [])
+
+
+def num_labels(hf_config: Json, source: str) -> int:
+    """The outputs of the head of a classifier, 0 for a language model. Raises UserError if there
+    are several: only reward models are supported."""
+    if not is_classifier(hf_config):
+        return 0
+    count = len(hf_config.get("id2label") or ()) or hf_config.get("num_labels") or 2
+    if count != 1:
+        raise UserError(
+            f"{source}: {hf_config['architectures'][0]} has {count} labels, and only reward "
+            "models, which have one, are supported"
+        )
+    return 1
+
+
+def classifier_name(mapping: HfMapping) -> str | None:
+    """The class of transformers that holds a reward model; None if the family has none."""
+    name = mapping.architectures[0]
+    if name in WITHOUT_CLASSIFIER:
+        return None
+    return CLASSIFIER_PREFIXES.get(name, name.removesuffix("ForCausalLM")) + CLASSIFIER
+
+
+def classifier_entries(mapping: HfMapping) -> Json:
+    """The entries of config.json that make a model a reward model. Raises UserError if transformers
+    has no class for it."""
+    name = classifier_name(mapping)
+    if name is None:
+        raise UserError(
+            f"transformers has no class for a reward model of {mapping.architectures[0]}: write a "
+            "native folder"
+        )
+    return {"architectures": [name], "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
 
 
 def mapping_of(hf_config: Json, source: str) -> HfMapping:
@@ -67,7 +123,7 @@ def mapping_of(hf_config: Json, source: str) -> HfMapping:
                     f"{model_type}, another family's: correct the wrong one"
                 )
             return mapping
-    if not architectures and of_type:
+    if of_type and (not architectures or is_classifier(hf_config)):
         return of_type
     supported = ", ".join(mapping.architectures[0] for mapping in MAPPINGS)
     raise UserError(
@@ -89,8 +145,12 @@ def mapping_for(config: MaxTextConfig) -> HfMapping:
 
 
 def rules(mapping: HfMapping, config: MaxTextConfig) -> list[Rule]:
-    """The tensor rules of a model."""
-    return mapping.rules(config, layers(config))
+    """The tensor rules of a model. The head of a reward model is `score.weight`."""
+    rules = mapping.rules(config, layers(config))
+    if not config.num_labels:
+        return rules
+    score = Rule(SCORE, NATIVE_HEAD, "v e -> e v")
+    return [*(rule for rule in rules if NATIVE_HEAD not in rule.native_names), score]
 
 
 def model_layer(hf_config: Json, source: str) -> Layer:
@@ -116,6 +176,8 @@ def read_settings(mapping: HfMapping, hf_config: Json, source: str) -> Layer:
         ) from error
     origin = Source("model", source)
     layer = {key: Setting(value, origin) for key, value in settings.keys.items()}
+    if labels := num_labels(hf_config, source):
+        layer["num_labels"] = Setting(labels, origin)
     hf_attributes = {
         name: value for name, value in settings.hf_attributes.items() if value is not None
     }
@@ -184,7 +246,7 @@ def refuse_multimodal(names: Iterable[str]) -> None:
 
 def ignored_tensors(mapping: HfMapping, config: MaxTextConfig) -> tuple[str, ...]:
     """Tensors that a folder may have and the model does not, as regular expressions."""
-    tied = (r"lm_head\.weight",) if config.logits_via_embedding else ()
+    tied = (r"lm_head\.weight",) if config.logits_via_embedding or config.num_labels else ()
     return (*mapping.ignored, *mapping.ignored_in(config), *MULTIMODAL_TENSORS, *tied)
 
 
@@ -197,6 +259,7 @@ def hf_config(config: MaxTextConfig, dtype: str) -> Json:
         "dtype": dtype,
         # A null states that there is none, where an absent entry would have transformers' default.
         **mapping.write(config, layers(config)),
+        **(classifier_entries(mapping) if config.num_labels else {}),
     }
     overrides = from_python({"max_target_length": config.max_target_length})
     layer = model_layer(entries, "config.json")

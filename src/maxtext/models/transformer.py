@@ -65,6 +65,7 @@ class Transformer(nnx.Module):
         self.logit_scale = config.architecture.logit_scale
         if config.logits_via_embedding and config.normalize_embedding_logits:
             self.logit_scale /= math.sqrt(config.emb_dim)
+        self.num_labels = config.num_labels
         self.fixed_positions = config.use_untrainable_positional_embedding
         self.embedding_scale = (
             math.sqrt(config.emb_dim) if family(config).scaled_embedding else None
@@ -105,21 +106,21 @@ class Transformer(nnx.Module):
         self.layers = nnx.List(stacks)
         self.mtp = multi_token(config, initializer.child("mtp"), self.dtype)
         self.final_norm = Norm(initializer, final_norm(config), self.embed_dim, self.dtype)
-        self.head = None if config.logits_via_embedding else self.build_head(initializer, config)
-        head_shape = (self.embed_dim, config.vocab_size)
+        spec = head_spec(config)
+        self.head = None if spec.tied else self.build_head(initializer, spec)
+        head_shape = (spec.embed_dim, spec.vocab_size)
         self.head_copies = SavedCopies.of(context.adapters, HEAD, head_shape, initializer.dtype)
-        self.head_loss = choose(HEAD_LOSSES, head_spec(config), context).implementation
+        self.head_loss = choose(HEAD_LOSSES, spec, context).implementation
         if context.adapters is not None:
             freeze_base(self, context.adapters)
 
-    def build_head(self, initializer: Initializer, config: MaxTextConfig) -> Linear:
-        spec = head_spec(config)
+    def build_head(self, initializer: Initializer, spec: HeadSpec) -> Linear:
         return build_linear(
             initializer,
             "head",
             in_shape=(spec.embed_dim,),
             out_shape=(spec.vocab_size,),
-            axes=("embed_vocab", "vocab"),
+            axes=("embed_vocab", "vocab" if self.num_labels == 0 else None),
             dtype=spec.dtype,
             exact=spec.exact,
         )
@@ -229,6 +230,12 @@ class Transformer(nnx.Module):
             )
         return logits
 
+    def scores(self, x: jax.Array) -> jax.Array:
+        """[..., E] to [..., num_labels], of a model with such a head."""
+        assert self.head is not None
+        [scores] = project(x.astype(self.logit_dtype), self.head)
+        return scores
+
     def losses(self, x: jax.Array, targets: jax.Array, tiles: int) -> tuple[jax.Array, jax.Array]:
         """`tiled_cross_entropy` of the logits of x [B, S, E]."""
         return self.head_loss.run(self, x, targets, tiles)
@@ -251,10 +258,10 @@ def head_spec(config: MaxTextConfig) -> HeadSpec:
     quantization = config.quantization.value if config.quantization else ""
     return HeadSpec(
         embed_dim=config.emb_dim,
-        vocab_size=config.vocab_size,
+        vocab_size=config.num_labels or config.vocab_size,
         dtype="float32" if config.logits_dot_in_fp32 else config.dtype.value,
         exact=quantization != "fp8_full",
-        tied=config.logits_via_embedding,
+        tied=config.logits_via_embedding and not config.num_labels,
         capped=bool(config.final_logits_soft_cap),
         scaled=config.architecture.logit_scale != 1,
     )

@@ -121,7 +121,8 @@ class Objective(Protocol):
 
 @dataclass(frozen=True)
 class ModelObjective:
-    """What most objectives share: the weights that are trained are those of the model that runs."""
+    """What most objectives share: the weights that are trained are those of the model that runs,
+    and there is no reference."""
 
     config: MaxTextConfig
     template: Template
@@ -145,6 +146,21 @@ class ModelObjective:
     @property
     def row_fields(self) -> tuple[str, ...]:
         return ()
+
+    @property
+    def reference_flops_per_token(self) -> float:
+        return 0.0
+
+    @property
+    def abstract_reference(self) -> Any:
+        return None
+
+    @property
+    def reference_axes(self) -> Any:
+        return None
+
+    def make_reference(self, initial_weights: Callable[[], Any], shardings: Any) -> Any:
+        return None
 
     @property
     def starts_from_reference(self) -> bool:
@@ -198,18 +214,3 @@ class LanguageModelObjective(ModelObjective):
 
     def num_tokens(self, batch: Batch) -> jax.Array:
         return jnp.sum(target_mask(batch))
-
-    @property
-    def reference_flops_per_token(self) -> float:
-        return 0.0
-
-    @property
-    def abstract_reference(self) -> Any:
-        return None
-
-    @property
-    def reference_axes(self) -> Any:
-        return None
-
-    def make_reference(self, initial_weights: Callable[[], Any], shardings: Any) -> Any:
-        return None

@@ -17,6 +17,10 @@ from maxtext.trainers.step import TrainState
 
 def check(config: MaxTextConfig) -> None:
     """Raise ConfigError before training if sampling would fail after it."""
+    if config.num_labels:
+        raise ConfigError(
+            f"prompt={config.prompt} would do nothing: a reward model (num_labels=1) writes no text"
+        )
     tokenizer = load_tokenizer(config)
     if not config.prompt and not config.add_bos:
         raise ConfigError("prompt is empty and add_bos=false: there is nothing to continue")

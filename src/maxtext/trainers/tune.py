@@ -74,6 +74,12 @@ def orpo(model: str | os.PathLike, data: Any = None, **keys: Any) -> TuningRun:
     return fine_tune("orpo", model, data, keys)
 
 
+def reward(model: str | os.PathLike, data: Any = None, **keys: Any) -> TuningRun:
+    """Training of a reward model on preference pairs; same arguments as `sft`. The folder of the
+    run has it as `reward_model`, or as `adapter`."""
+    return fine_tune("reward", model, data, keys)
+
+
 def distill(
     student: str | os.PathLike, teacher: str | os.PathLike, data: Any = None, **keys: Any
 ) -> TuningRun:

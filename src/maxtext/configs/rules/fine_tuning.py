@@ -4,15 +4,29 @@ from maxtext.configs.rules.rule import derived_rule, rule
 from maxtext.configs.types import MaxTextConfig, Settings
 from maxtext.configs.types.enums import DatasetType
 
+METHOD_KEYS = ("use_dpo", "use_sft", "use_grpo", "num_labels")
+
 
 def method_of(settings: Settings) -> str | None:
     """The key that makes records rows of fine-tuning, or None."""
-    return next((key for key in ("use_sft", "use_dpo", "use_grpo") if getattr(settings, key)), None)
+    return next((key for key in METHOD_KEYS if getattr(settings, key)), None)
+
+
+@rule("num_labels")
+def head_has_one_score(settings: Settings) -> str | None:
+    if settings.num_labels > 1:
+        return (
+            f"num_labels={settings.num_labels} is a classifier, and only reward models, which have "
+            "num_labels=1, are supported"
+        )
+    if settings.num_labels and (settings.teacher_overrides or settings.offline_data_dir):
+        return "num_labels=1 is a reward model, which has no logits to distill: leave it out"
+    return None
 
 
 @rule("use_dpo")
 def one_fine_tuning_method(settings: Settings) -> str | None:
-    chosen = [key for key in ("use_dpo", "use_sft", "use_grpo") if getattr(settings, key)]
+    chosen = [key for key in METHOD_KEYS if getattr(settings, key)]
     return f"{' and '.join(chosen)} exclude each other: keep one" if len(chosen) > 1 else None
 
 
@@ -92,8 +106,9 @@ def rows_are_not_split(settings: Settings) -> str | None:
 
 @rule("packing")
 def pairs_are_not_packed(settings: Settings) -> str | None:
-    if settings.use_dpo and settings.packing:
-        return "a preference pair is a row of its own: set packing=false with use_dpo"
+    for key in ("use_dpo", "num_labels"):
+        if getattr(settings, key) and settings.packing:
+            return f"a preference pair is a row of its own: set packing=false with {key}"
     return None
 
 
@@ -110,7 +125,7 @@ def conversations_are_not_split(settings: Settings) -> str | None:
 @rule("max_prompt_length")
 def prompts_leave_room_for_a_response(settings: Settings) -> str | None:
     length = settings.max_prompt_length
-    if settings.use_dpo and length is not None and length > settings.max_target_length:
+    if length is not None and length > settings.max_target_length:
         return (
             f"max_prompt_length={length} leaves no token of max_target_length="
             f"{settings.max_target_length} for a completion: lower it"

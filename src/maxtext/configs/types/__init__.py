@@ -68,6 +68,7 @@ class Settings(
     DataOrder,
     FineTuning,
     Preferences,
+    RewardModeling,
     Adapters,
     Distillation,
     GeneralizedDistillation,

@@ -82,10 +82,15 @@ NO_TEACHER = Need(
 )
 FEATURE_LOSS = Need(lambda s: s.distill_beta > 0, "distill_beta above 0")
 FINE_TUNING_OR_TEACHER = Need(
-    lambda s: s.use_sft or s.use_dpo or distills(s),
-    "use_sft, use_dpo or a teacher (trainable_parameters_mask acts in every training)",
+    lambda s: s.use_sft or s.use_dpo or s.num_labels or distills(s),
+    "use_sft, use_dpo, num_labels or a teacher (trainable_parameters_mask acts in every training)",
 )
-FINE_TUNING = Need(lambda s: s.use_sft or s.use_dpo or s.use_grpo, "use_sft, use_dpo or use_grpo")
+FINE_TUNING = Need(
+    lambda s: s.use_sft or s.use_dpo or s.use_grpo or s.num_labels,
+    "use_sft, use_dpo, use_grpo or num_labels",
+)
+REWARD_MODEL = Need(lambda s: s.num_labels, "num_labels=1")
+PAIRS = Need(lambda s: s.use_dpo or s.num_labels, "use_dpo=true or num_labels=1")
 NOT_ORPO = Need(
     lambda s: s.dpo_loss_type != "orpo",
     "a dpo_loss_type other than orpo, whose weight is orpo_lambda",
@@ -98,7 +103,8 @@ REFERENCE = Need(
     "a dpo_loss_type with a reference: orpo and simpo have none",
 )
 NO_PREFERENCES = Need(
-    lambda s: not s.use_dpo, "a loss of next tokens: losses of use_dpo compare completions"
+    lambda s: not (s.use_dpo or s.num_labels),
+    "a loss of next tokens: losses of use_dpo compare completions, as do those of num_labels",
 )
 ORPO = Need(lambda s: s.dpo_loss_type == "orpo", "dpo_loss_type=orpo")
 SIMPO = Need(lambda s: s.dpo_loss_type == "simpo", "dpo_loss_type=simpo")

@@ -330,6 +330,13 @@ class PolicyOptimization(Group):
     reward_weights: list[float] | None = key(
         None, "Factors of the reward functions, in their order; null = 1 each", needs="use_grpo"
     )
+    reward_model_path: str = key(
+        "",
+        "Folder of a reward model (maxtext reward), whose scores of prompts and completions are "
+        "a reward",
+        is_path=True,
+        needs="use_grpo",
+    )
     max_turns: int = key(
         8,
         "Most turns of the model in a conversation with use_agentic_rollout=true",

@@ -271,13 +271,29 @@ class Preferences(Group):
         "Longest prompt of a preference pair, in tokens, whose end is kept; null: half of "
         "max_target_length for a pair that does not fit",
         low=1,
-        needs="use_dpo",
+        needs=needs.PAIRS,
     )
     precompute_reference_logps: bool = key(
         False,
         "Compute the log-probabilities of the reference once, before training, and free its "
         "weights",
         needs=("use_dpo", needs.REFERENCE),
+    )
+
+
+class RewardModeling(Group):
+    """Reward models: a head of one score, trained on preference pairs."""
+
+    num_labels: NonNegativeInt = key(
+        0,
+        "Outputs of a head in place of the language-model head; 1: a reward model, trained on "
+        "pairs of a chosen and a rejected completion; 0: a language model",
+    )
+    center_rewards_coefficient: float = key(
+        0.0,
+        "Weight of the squared sum of the two rewards of a pair, which keeps rewards around zero",
+        low=0,
+        needs=needs.REWARD_MODEL,
     )
 
 

@@ -10,7 +10,12 @@ from typing import Any
 import jax
 
 from maxtext.adapters.peft_folder import write_adapter
-from maxtext.checkpoint.open import Checkpoint, model_param_infos, save_native
+from maxtext.checkpoint.open import (
+    Checkpoint,
+    model_param_infos,
+    save_hf_folder,
+    save_native,
+)
 from maxtext.checkpoint.quantized import load_base
 from maxtext.checkpoint.weights import ModelWeights, load_weights
 from maxtext.common.errors import UserError
@@ -19,6 +24,7 @@ from maxtext.configs.types import MaxTextConfig
 from maxtext.inference.llm import LLM
 from maxtext.layers.lora import split_adapter
 from maxtext.layers.parameters import Template
+from maxtext.models import hf_registry
 from maxtext.models.transformer import make_template
 from maxtext.sharding import use_rules
 from maxtext.trainers.adapters import trained_adapter
@@ -26,7 +32,8 @@ from maxtext.trainers.run_context import RunContext
 from maxtext.trainers.step import TrainState
 from maxtext.trainers.trainable import has_adapters
 
-ADAPTER_FOLDER, STUDENT_FOLDER = "adapter", "student"  # in the folder of a run
+# In the folder of a run
+ADAPTER_FOLDER, STUDENT_FOLDER, REWARD_FOLDER = "adapter", "student", "reward_model"
 
 
 def trained_llm(context: RunContext, state: TrainState, checkpoint: Checkpoint | None) -> LLM:
@@ -89,12 +96,15 @@ def save_results(
     context: RunContext, state: TrainState, folder: str, checkpoint: Checkpoint | None
 ) -> None:
     """Write what the checkpoints of a finished run do not hold in a form to be loaded: the adapter,
-    or a student whose weights are computed from its teacher's. `checkpoint`: as of `trained_llm`.
+    a student whose weights are computed from its teacher's, or a reward model. `checkpoint`: as of
+    `trained_llm`.
     """
     if has_adapters(context.config):
         save_trained_adapter(context, state.weights, folder, checkpoint)
     elif context.computes_weights:
-        save_student(context, state, folder, checkpoint)
+        save_model(context, state, Path(folder) / STUDENT_FOLDER, checkpoint)
+    elif context.config.num_labels:
+        save_model(context, state, Path(folder) / REWARD_FOLDER, checkpoint)
 
 
 def save_trained_adapter(
@@ -109,21 +119,33 @@ def save_trained_adapter(
         write_adapter(path, adapter, config, config.load_parameters_path, names)
 
 
-def save_student(
-    context: RunContext, state: TrainState, folder: str, checkpoint: Checkpoint | None
+def save_model(
+    context: RunContext, state: TrainState, folder: Path, checkpoint: Checkpoint | None
 ) -> None:
-    """Write the weights of a student as a native folder, in place of an earlier one."""
+    """Write the weights of a run's model in place of an earlier folder: as a native one, or a
+    reward model for transformers, if that has a class for it."""
     weights = context.model_weights(state)
     if context.shardings.spans_processes:
         weights = jax.jit(lambda tree: tree, out_shardings=context.shardings.replicated)(weights)
     if jax.process_index():
         return
     config = context.config
-    source = ModelWeights(weights, model_param_infos(context.objective.model_template, config))
+    param_infos = model_param_infos(context.objective.model_template, config)
+    source = ModelWeights(weights, param_infos)
     hf_assets = () if checkpoint is None else checkpoint.hf_assets
     hf_tensor_names = frozenset() if checkpoint is None else checkpoint.hf_tensor_names
-    with replace_folder(Path(folder) / STUDENT_FOLDER) as path:
-        save_native(path, config, source, hf_assets, hf_tensor_names)
+    with replace_folder(folder) as path:
+        if config.num_labels and has_classifier(config):
+            save_hf_folder(path, config, param_infos, source, hf_assets)
+        else:
+            save_native(path, config, source, hf_assets, hf_tensor_names)
+
+
+def has_classifier(config: MaxTextConfig) -> bool:
+    try:
+        return hf_registry.classifier_name(hf_registry.mapping_for(config)) is not None
+    except UserError:  # the family has no HF architecture
+        return False
 
 
 @contextlib.contextmanager

@@ -132,7 +132,9 @@ def check_base(config: MaxTextConfig, checkpoint: Checkpoint) -> None:
 def check_same_model(config: MaxTextConfig, checkpoint: Checkpoint) -> None:
     """Raise ConfigError if the checkpoint describes another model than the configuration does,
     unless override_model_config allows it."""
-    overrides = from_python({"max_target_length": config.max_target_length})
+    overrides = from_python(
+        {"max_target_length": config.max_target_length, "num_labels": config.num_labels}
+    )
     saved = load(None, overrides, environ={}, devices=Devices(1), model=checkpoint.settings)
     differing = config_differences(config, saved)
     if differing and not config.override_model_config:

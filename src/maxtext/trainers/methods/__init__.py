@@ -5,10 +5,11 @@ from maxtext.trainers.methods.distillation.method import DISTILLATION, GKD, OFFL
 from maxtext.trainers.methods.language_modeling import PRETRAINING, SFT
 from maxtext.trainers.methods.method import Method
 from maxtext.trainers.methods.preference.method import PREFERENCE
+from maxtext.trainers.methods.reward.method import REWARD
 from maxtext.trainers.methods.rl.method import GRPO
 
 # The first that a configuration asks for
-METHODS = (GRPO, PREFERENCE, GKD, DISTILLATION, OFFLINE, SFT, PRETRAINING)
+METHODS = (GRPO, PREFERENCE, REWARD, GKD, DISTILLATION, OFFLINE, SFT, PRETRAINING)
 
 
 def method_of(config: MaxTextConfig) -> Method:

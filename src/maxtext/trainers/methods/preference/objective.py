@@ -174,16 +174,24 @@ class PreferenceObjective(PolicyObjective):
         return metrics
 
     def model_rows(self, batch: Batch) -> Batch:
-        """2P rows: chosen, rejected, chosen, rejected …"""
-        rows = {}
-        for field in FIELDS:
-            pairs = jnp.stack([batch[f"chosen_{field}"], batch[f"rejected_{field}"]], axis=1)
-            rows[field] = pairs.reshape(-1, pairs.shape[-1])
-        return rows
+        return pair_rows(batch)
 
     def num_tokens(self, batch: Batch) -> jax.Array:
-        fields = (batch["chosen_inputs_segmentation"], batch["rejected_inputs_segmentation"])
-        return jnp.sum(jnp.stack(fields) != 0).astype(jnp.float32)
+        return num_pair_tokens(batch)
+
+
+def pair_rows(batch: Batch) -> Batch:
+    """The 2P rows of P pairs: chosen, rejected, chosen, rejected …"""
+    rows = {}
+    for field in FIELDS:
+        pairs = jnp.stack([batch[f"chosen_{field}"], batch[f"rejected_{field}"]], axis=1)
+        rows[field] = pairs.reshape(-1, pairs.shape[-1])
+    return rows
+
+
+def num_pair_tokens(batch: Batch) -> jax.Array:
+    fields = (batch["chosen_inputs_segmentation"], batch["rejected_inputs_segmentation"])
+    return jnp.sum(jnp.stack(fields) != 0).astype(jnp.float32)
 
 
 def pair_mask(batch: Batch) -> jax.Array:

@@ -14,10 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from maxtext.common.errors import ConfigError, UserError
+from maxtext.common.errors import ConfigError, UserError, as_config_error
 from maxtext.configs.types import MaxTextConfig
 from maxtext.input_pipeline.formatting import load_function
 from maxtext.input_pipeline.user_code import run_failure
+from maxtext.trainers.methods.reward.model import RewardModel
 from maxtext.trainers.methods.rl.rewards.answers import RewardKeys
 from maxtext.trainers.methods.rl.rewards.grading import answer_rewards, format_exact, format_parts
 
@@ -227,8 +228,8 @@ def build_rewards(
     environment: Sequence[RewardFunction] = (),
 ) -> list[RewardFunction]:
     """The reward functions of a run: those of its environment, and given ones, those of
-    reward_functions_path, or without any of these the built-in ones; with reward_weights. Raises
-    ConfigError."""
+    reward_functions_path, and the reward model; or without any of these the built-in ones; with
+    reward_weights. Raises ConfigError."""
     path = config.reward_functions_path
     if functions and path:
         raise ConfigError(
@@ -236,8 +237,23 @@ def build_rewards(
         )
     if path:
         functions = load_reward_functions(path, config.reward_functions)
+    if config.reward_model_path:
+        functions = [*functions, model_reward(config)]
     functions = [*environment, *functions]
     return with_weights(functions or builtin_rewards(config), config.reward_weights)
+
+
+def model_reward(config: MaxTextConfig) -> RewardFunction:
+    """`reward_model`: the scores of the model at reward_model_path. Raises ConfigError."""
+    with as_config_error():
+        model = RewardModel.load(
+            config.reward_model_path, config.tokenizer_path or "", dtype=config.dtype.value
+        )
+
+    def score(prompts: Sequence[Any], completions: Sequence[str], **columns: Any) -> list[float]:
+        return model.score(prompts, completions)
+
+    return RewardFunction("reward_model", score)
 
 
 def builtin_rewards(config: MaxTextConfig) -> list[RewardFunction]:

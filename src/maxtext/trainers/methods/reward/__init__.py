@@ -1,0 +1,1 @@
+"""Reward models: training on preference pairs, and scores for reinforcement learning."""
