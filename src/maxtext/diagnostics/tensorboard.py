@@ -13,6 +13,7 @@ import struct
 import time
 from pathlib import Path
 
+from maxtext.common.crc32c import masked_crc32c
 from maxtext.common.errors import ConfigError
 from maxtext.diagnostics.record import TIMING, Record
 
@@ -93,27 +94,5 @@ def varint(number: int) -> bytes:
     return bytes([*out, number])
 
 
-def crc_table() -> list[int]:
-    """CRC-32C (Castagnoli), reflected, a byte at a time."""
-    table = []
-    for entry in range(256):
-        for _ in range(8):
-            entry = entry >> 1 ^ (0x82F63B78 if entry & 1 else 0)
-        table.append(entry)
-    return table
-
-
-CRC_TABLE = crc_table()
-
-
-def crc32c(data: bytes) -> int:
-    crc = 0xFFFFFFFF
-    for byte in data:
-        crc = CRC_TABLE[(crc ^ byte) & 0xFF] ^ crc >> 8
-    return crc ^ 0xFFFFFFFF
-
-
 def checksum(data: bytes) -> bytes:
-    """Masked CRC-32C: rotated and shifted, since a CRC of data that contains CRCs is weak."""
-    crc = crc32c(data)
-    return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)
+    return struct.pack("<I", masked_crc32c(data))

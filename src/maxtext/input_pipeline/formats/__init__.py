@@ -2,7 +2,7 @@
 
 - files: the files that a key names; documents: many files as one sequence
 - interface: RecordSource and BadRecord; cache: open files and decoded blocks
-- text, jsonl (lines), parquet and arrow (tables), tfrecord (crc32c), array_record (example_file)
+- text, jsonl (lines), parquet and arrow (tables), tfrecord, array_record (example_file)
 - example: encodes and decodes tf.train.Example
 """
 

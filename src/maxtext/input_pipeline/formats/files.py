@@ -13,10 +13,8 @@ import struct
 import sysconfig
 from dataclasses import dataclass
 
-import numpy as np
-
+from maxtext.common.crc32c import masked_crc32c
 from maxtext.common.errors import ConfigError
-from maxtext.input_pipeline.formats.crc32c import masked_of_lengths
 from maxtext.input_pipeline.formats.lines import BYTE_ORDER_MARK
 
 KIND_OF_SUFFIX = {
@@ -100,7 +98,7 @@ CONTENT_OF_MAGIC = {
 }
 TF_RECORD = Content("a TFRecord file", "tfrecord")
 JSON_LINES = Content("a file of JSON", "jsonl")
-TF_RECORD_LENGTH = struct.Struct("<QI")  # of a record, and the checksum of these bytes
+TF_RECORD_LENGTH = struct.Struct("<8sI")  # of a record, and the checksum of these bytes
 
 
 def content_of(path: str) -> Content | None:
@@ -112,7 +110,7 @@ def content_of(path: str) -> Content | None:
             return content
     if len(head) >= TF_RECORD_LENGTH.size:
         length, checksum = TF_RECORD_LENGTH.unpack_from(head)
-        if masked_of_lengths(np.array([length], np.uint64))[0] == checksum:
+        if masked_crc32c(length) == checksum:
             return TF_RECORD
     is_json = head.removeprefix(BYTE_ORDER_MARK).lstrip()[:1] in (b"{", b"[")
     return JSON_LINES if is_json else None
