@@ -40,6 +40,7 @@ WITHOUT_CLASSIFIER = (
     "CohereForCausalLM",
     "Cohere2ForCausalLM",
     "DeepseekV32ForCausalLM",
+    "Ernie4_5ForCausalLM",
     "Gemma4ForCausalLM",
     "Glm4MoeForCausalLM",
     "Llama4ForCausalLM",
