@@ -14,6 +14,7 @@ from maxtext.inference.validation import MAX_SHOWN, RequestError, shorten
 
 MAX_FIELDS = 1000
 MAX_CONTAINERS = 100_000
+CONTAINERS = frozenset((dict, list))
 MIN_LONG_TEXT = 64 * 1024  # bytes
 JSON_TEXT = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 
@@ -87,10 +88,10 @@ class JsonReader:
         """Raises RequestError for lists and objects nested more than `max_depth` levels deep."""
         if self.max_depth is None:
             return
-        level = [value] if isinstance(value, dict | list) else []
+        level = [value] if type(value) in CONTAINERS else []
         for _ in range(self.max_depth):
-            items = [each.values() if isinstance(each, dict) else each for each in level]
-            level = [item for each in items for item in each if isinstance(item, dict | list)]
+            items = [each.values() if type(each) is dict else each for each in level]
+            level = [item for each in items for item in each if type(item) in CONTAINERS]
             if not level:
                 return
         raise self.nested_too_deeply()

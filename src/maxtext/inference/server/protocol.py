@@ -348,6 +348,12 @@ NEUTRAL_ELSEWHERE = {
 }
 
 
+@cache
+def unsupported_fields(kind: type[NamedBody]) -> dict[str, Unsupported]:
+    """Those of the endpoint, and those that no endpoint supports."""
+    return {**marked_fields(kind, Unsupported), **UNSUPPORTED_FIELDS}
+
+
 class JsonBody:
     """A JSON object whose fields are not checked yet."""
 
@@ -407,7 +413,7 @@ class JsonBody:
         supported, for those that act at other endpoints only, and with `is_strict` for all others
         that are unknown.
         """
-        for name, marker in {**marked_fields(kind, Unsupported), **UNSUPPORTED_FIELDS}.items():
+        for name, marker in unsupported_fields(kind).items():
             if name in self.fields and self.fields[name] not in marker.neutral:
                 message = f"{name} is not supported{marker.reason}"
                 raise RequestError(message, name, UNSUPPORTED)
