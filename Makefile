@@ -3,7 +3,6 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
-FAST ?=
 WORKERS ?= 2
 
 # Tests start many processes, which read the bytecode that the first one writes.
@@ -12,7 +11,7 @@ export PYTHONDONTWRITEBYTECODE :=
 EXAMPLES = sft lora qlora dpo grpo tools
 SOURCES = src tests benchmarks examples
 
-.PHONY: quickstart examples $(EXAMPLES:%=example-%) test test-all lint format clean
+.PHONY: quickstart examples $(EXAMPLES:%=example-%) test test-slow test-all test-exhaustive lint format clean
 
 quickstart: .venv/base
 	$(BIN)/maxtext train quickstart
@@ -28,11 +27,19 @@ $(EXAMPLES:%=example-%): example-%: .venv/base
 
 PYTEST = $(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
+# Every capability once.
 test: lint
-	$(PYTEST) $(if $(FAST),-m "not slow and not exhaustive")
+	$(PYTEST) -m "not slow and not exhaustive"
 
-# The whole matrices, too: every layout of every model, more kills. Before a release.
+# Further cases and whole processes. A change must pass both: `make test test-slow`, or `make test-all`.
+test-slow: .venv/test
+	$(PYTEST) -m "slow and not exhaustive"
+
 test-all: lint
+	$(PYTEST)
+
+# The whole matrices as well: every layout of every model, more kills. Before a release.
+test-exhaustive: lint
 	$(PYTEST) -m ""
 
 lint: .venv/test
