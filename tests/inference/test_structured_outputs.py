@@ -275,17 +275,49 @@ def test_constraints_are_compiled_once(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "constraint",
+    ("constraint", "text"),
     [
-        {"choice": [f"item {n}" for n in range(10_000)]},
-        {"json": {"type": "number", "multipleOf": 0.25}},
-        {"json": {"type": "object", "properties": {"multipleOf": {"const": 10**9}}}},
-        {"json": {"enum": ['"multipleOf": 1000000000']}},
+        ({"choice": [f"item {n}" for n in range(10_000)]}, "item 9999"),
+        ({"choice": ["a"] * 10_000}, "a"),
+        ({"choice": ["é", "\U0001f600", '"\\\n/ | B']}, '"\\\n/ | B'),
+        ({"json": {"type": "number", "multipleOf": 0.25}}, "0.75"),
+        (
+            {"json": {"type": "object", "properties": {"multipleOf": {"const": 10**9}}}},
+            '{"multipleOf":1000000000}',
+        ),
+        ({"json": {"enum": ['"multipleOf": 1000000000']}}, r'"\"multipleOf\": 1000000000"'),
     ],
 )
-def test_constraints_within_the_limits(constraint):
+def test_constraints_within_the_limits(constraint, text):
+    tokenizer = ByteTokenizer()
+    matcher = GrammarCompiler(tokenizer, 290, [EOS]).matcher(StructuredOutputs.parse(constraint))
+    ids = tokenizer.encode(text)
+    for token in ids:
+        mask = np.zeros((1, matcher.num_words), np.uint32)
+        fill_masks([matcher], [0], mask)
+        assert mask[0, token // 32] >> (token % 32) & 1
+        assert matcher.accept([token]) == 1
+    assert not matcher.error
+
+
+def test_choice_that_begins_another():
+    """May end, or go on."""
+    tokenizer = ByteTokenizer()
+    compiler = GrammarCompiler(tokenizer, 290, [EOS])
+    matcher = compiler.matcher(StructuredOutputs.parse({"choice": ["no", "none"]}))
+    assert matcher.accept(tokenizer.encode("no")) == 2
+    assert not matcher.is_complete
+    assert matcher.copy().accept([EOS]) == 1
+    assert matcher.accept(tokenizer.encode("nex")) == 2
+    assert matcher.is_complete
+
+
+def test_constraint_without_any_text():
+    """The error says so, not the name that the library has for it."""
+    references = {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}
     compiler = GrammarCompiler(ByteTokenizer(), 290, [EOS])
-    compiler.matcher(StructuredOutputs.parse(constraint))
+    with pytest.raises(RequestError, match="cannot be compiled: no text can match it"):
+        compiler.matcher(StructuredOutputs.parse({"json": references}))
 
 
 def test_requests_do_not_wait_for_slow_grammars(monkeypatch):

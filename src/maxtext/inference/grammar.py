@@ -37,6 +37,7 @@ COMPILE_SECONDS = 10.0  # that a request waits for its grammar
 # would be the end of the process. The usual 8 MiB are enough for about 2000 rules.
 STACK_BYTES = 256 * 2**20
 STACK_LOCK = threading.Lock()
+NO_TEXT = "NoExtensionBias"  # the name of llguidance for a grammar that no token can begin
 FAILURE = "the constraints of the request cannot be followed"  # while tokens are sampled
 # One blank at most between the parts of a JSON text: with any number of them, a weak model would
 # write blanks up to its limit.
@@ -178,6 +179,10 @@ class GrammarCompiler:
         create = self.llguidance.LLMatcher
         if constraint.kind == "json":
             grammar = create.grammar_from_json_schema(constraint.text, overrides=JSON_OPTIONS)
+        elif constraint.kind == "choice":
+            # As a terminal: the parser has a limit of 2000 alternatives of a rule.
+            texts = dict.fromkeys(json.loads(constraint.text))
+            grammar = "start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, texts))
         else:
             grammar = self.llguidance.grammar_from(constraint.kind, constraint.text)
         if constraint.preamble:
@@ -187,7 +192,7 @@ class GrammarCompiler:
         first = matcher.deep_copy()
         first.compute_bitmask()
         if error := read_error(first):
-            raise ValueError(error)
+            raise ValueError("no text can match it" if error == NO_TEXT else error)
         return matcher
 
 

@@ -15,7 +15,7 @@ KINDS = ("json", "regex", "choice", "grammar")
 NAME = "structured_outputs"
 # Limits of what compiles within about a second.
 MAX_CHARACTERS = 1 << 18  # of a schema or a grammar
-MAX_CHOICES = 10_000  # the time to compile grows with the square of their number
+MAX_CHOICES = 10_000
 # Of all values of `multipleOf` in a schema: as an automaton, each has a state for every remainder.
 MAX_REMAINDERS = 100_000
 # Chains of them are followed by recursion in the grammar library, which no error ends.
