@@ -12,6 +12,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from tests.compiling import compile_fast, reuse_mlir_contexts
 
+pytest.register_assert_rewrite("tests.support")
 compile_fast()
 reuse_mlir_contexts()
 # jax_cache_dir has a default, the home folder; tests use a cache only where they name one.

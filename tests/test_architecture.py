@@ -6,26 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import maxtext
+from tests.support.rooms import LEVEL
 
 PACKAGE = Path(maxtext.__file__).parent
-LEVEL = {
-    "common": 0,
-    "configs": 1,
-    "sharding": 2,
-    "kernels": 2,
-    "tokenizers": 2,
-    "optimizers": 2,
-    "layers": 3,
-    "hf": 3,
-    "models": 4,
-    "input_pipeline": 4,
-    "checkpoint": 5,
-    "diagnostics": 5,
-    "adapters": 6,
-    "inference": 7,
-    "trainers": 8,
-    "cli": 9,
-}
 # Modules beside the rooms: the package itself and the doors for familiar commands.
 DOORS = {
     "__init__",

@@ -14,7 +14,7 @@ from maxtext.layers.decoder_layer import BLOCKS
 from maxtext.layers.linear import LINEARS
 from maxtext.layers.mlp import MLPS
 from maxtext.models.head_loss import HEAD_LOSSES
-from tests.test_architecture import LEVEL
+from tests.support.rooms import LEVEL
 
 PACKAGE = Path(maxtext.__file__).parent
 ROOT = Path(__file__).parents[1]

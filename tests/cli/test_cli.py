@@ -16,7 +16,7 @@ from maxtext.cli.eval import MODES
 from maxtext.cli.main import COMMANDS, main
 from maxtext.common import log
 from maxtext.configs import fields
-from tests.configs.test_spec import ADDED_KEYS
+from tests.support.added_keys import ADDED_KEYS
 
 NUM_KEYS = 723 + sum(map(len, ADDED_KEYS.values()))  # published ones and our own
 

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from tests.compiling import cpu_devices
-from tests.trainers.methods.distillation.test_distillation import save_llama
-from tests.trainers.methods.rl.test_grpo import BYTES
+from tests.support.distillation import save_llama
+from tests.support.grpo import BYTES
 
 SCRIPT = """
 import sys
 from maxtext.trainers import tune
-from tests.trainers.methods.rl.test_grpo import ROWS, RUN, share_of_low_bytes
+from tests.support.grpo import ROWS, RUN, share_of_low_bytes
 
 tune.grpo(
     sys.argv[1], ROWS, rewards=[share_of_low_bytes],

@@ -10,7 +10,7 @@ import pytest
 
 from maxtext.inference.engine import InferenceEngine
 from tests.inference import few_shapes
-from tests.inference.test_scheduler import (
+from tests.support.random_requests import (
     KINDS,
     configuration,
     new_request,

@@ -9,7 +9,7 @@ from maxtext import LLM
 from maxtext.inference import GenerationRequest, SamplingParams, cache_config
 from maxtext.inference.engine import InferenceEngine
 from maxtext.inference.shapes import ChunkSize
-from tests.inference.test_scheduler import (
+from tests.support.random_requests import (
     VOCABULARY,
     compiled,
     new_request,

@@ -14,7 +14,7 @@ from maxtext.inference.sampling_params import SamplingParams
 from maxtext.kernels.decode import paged_attention as decode
 from maxtext.layers.context import BuildContext
 from maxtext.models.transformer import initial_weights
-from tests.inference.test_scheduler import LENGTH, configuration, programs_of, random_request
+from tests.support.random_requests import LENGTH, configuration, programs_of, random_request
 
 WORDS = [
     "decoder_block=llama2",

@@ -12,7 +12,7 @@ from maxtext.kernels.attention import AttentionMask
 from maxtext.layers.cache import CacheConfig, empty_kv_cache
 from maxtext.layers.inputs import LayerInputs
 from maxtext.models.transformer import initial_weights
-from tests.inference.test_scheduler import LENGTH, compiled, new_request, random_weights
+from tests.support.random_requests import LENGTH, compiled, new_request, random_weights
 
 LARGEST = {"int8": 127, "int4": 7}
 

@@ -15,9 +15,9 @@ from maxtext.kernels.attention import AttentionMask
 from maxtext.layers.cache import PagedKVCache, RecurrentState, SlidingWindowKVCache
 from maxtext.layers.specs import AttentionSpec
 from maxtext.models import registry
-from tests.inference import test_scheduler as helpers
 from tests.inference.prefix_cache_checks import check_consistent
-from tests.inference.test_scheduler import (
+from tests.support import random_requests as helpers
+from tests.support.random_requests import (
     LENGTH,
     VOCABULARY,
     check_released,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from tests.inference.prefix_cache_checks import check_consistent
-from tests.inference.test_prefix_cache import cache_with_store
+from tests.support.prefix_cache import cache_with_store
 
 
 @dataclass

@@ -9,16 +9,8 @@ import pytest
 
 from maxtext.common.gpu import gpu_capability
 from maxtext.kernels import grouped_matmul, grouped_matmul_hopper
-from tests.kernels.test_grouped_matmul import reference
-
-SIZES = {
-    "aligned": [128, 256, 128],
-    "unaligned": [100, 0, 60, 30, 322],
-    "edges": [0, 1, 127, 128, 129, 0, 127],
-    "rest": [5, 300],
-    "nothing": [0, 0, 0],
-}
-ROWS = 512
+from tests.support.grouped_matmul import reference
+from tests.support.hopper_arrays import ROWS, SIZES, abstract_arrays
 
 
 @pytest.mark.parametrize("group_sizes", SIZES.values(), ids=list(SIZES))
@@ -35,12 +27,6 @@ def test_tile_table_has_every_row_of_every_group_once(group_sizes, block):
             rows += [(index * block + first + row, group) for row in range(count)]
     ends = np.cumsum(group_sizes)
     assert rows == [(row, int(np.searchsorted(ends, row, side="right"))) for row in range(ends[-1])]
-
-
-def abstract_arrays(groups=4, rows=ROWS, inputs=128, outputs=320, dtype="bfloat16"):
-    """x, weights and dy."""
-    shapes = (rows, inputs), (groups, inputs, outputs), (rows, outputs)
-    return [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
 
 
 def test_kernels_lower_for_gpus():

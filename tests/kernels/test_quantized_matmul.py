@@ -7,20 +7,9 @@ import numpy as np
 import pytest
 
 from maxtext.kernels.fp8.quantize import ceil_power_of_two
-from maxtext.kernels.quantized_matmul import quantized_matmul
+from tests.support.quantized_matmul import OUTER, matmul, problem, run
 
-OUTER, INPUTS, OUTPUTS = (2, 5), (3, 8), (4, 6)
 E4M3, E5M2 = (ml_dtypes.float8_e4m3fn, 448.0), (ml_dtypes.float8_e5m2, 57344.0)
-
-
-def problem(seed=0):
-    random = np.random.default_rng(seed)
-    shapes = ((*OUTER, *INPUTS), (*INPUTS, *OUTPUTS), (*OUTER, *OUTPUTS))
-    return [random.normal(size=shape).astype(np.float32) for shape in shapes]
-
-
-def matmul(x, weight, *options):
-    return quantized_matmul(x, (weight,), *options)[0]
 
 
 def fake_quantize_fp8(x, form, row_dims=0):
@@ -37,15 +26,6 @@ def fake_quantize_int8(x, axes):
     """x rounded to int8, in float64, with one scale along `axes`."""
     scale = np.abs(x).max(axis=axes, keepdims=True).astype(np.float64) / 127
     return np.round(x / scale) * scale
-
-
-def run(precision, x, weight, dy, dtype=jnp.float32, platform=None):
-    x, weight = jnp.asarray(x), jnp.asarray(weight)
-    with jax.default_matmul_precision("highest"):  # of matmuls that are not quantized
-        y, vjp = jax.vjp(
-            lambda x, weight: matmul(x, weight, 2, precision, dtype, platform), x, weight
-        )
-        return (y, *vjp(jnp.asarray(dy, dtype)))
 
 
 def test_fp8_matches_rounded_operands():

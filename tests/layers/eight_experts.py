@@ -22,7 +22,7 @@ from maxtext.layers.parameters import Initializer, Template
 from maxtext.layers.specs import MoeSpec, RouterSpec
 from maxtext.models.configuration import load
 from maxtext.sharding import AxisRules, use_rules
-from tests.kernels.test_all_to_all import emulated_ragged_all_to_all
+from tests.support.all_to_all import emulated_ragged_all_to_all
 
 BATCH, LENGTH, EMBED_DIM, EXPERTS, HIDDEN_DIM = 8, 8, 24, 8, 40
 ROUTER = RouterSpec(EXPERTS, 2, normalise=True)

@@ -6,7 +6,7 @@ import pytest
 
 from maxtext.input_pipeline import ShardSpec, Split
 from tests.support.batches import make_iterator
-from tests.trainers.test_families import DELTA, EXPERTS, LATENT, SGD, WINDOW, kinds
+from tests.support.training_families import DELTA, EXPERTS, LATENT, SGD, WINDOW, kinds
 
 MODELS = {
     "attention": ("decoder_block=llama2", "base_num_decoder_layers=2"),

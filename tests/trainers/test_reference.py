@@ -15,8 +15,8 @@ from maxtext.trainers.compilation.compile import compile_train_step
 from maxtext.trainers.methods.preference.objective import REFERENCE_LOGPS
 from maxtext.trainers.methods.preference.reference_logps import compile_reference
 from maxtext.trainers.methods.rl.rollout_step import compile_score
+from tests.support.training_families import FAMILIES, INDEXED
 from tests.trainers.conftest import LENGTH, ROWS, VOCABULARY
-from tests.trainers.test_families import FAMILIES, INDEXED
 
 DPO = ("use_dpo=true", "packing=false", "dpo_beta=0.5", "remat_policy=full")
 GRPO = (

@@ -72,7 +72,7 @@ def test_adapters_come_and_go(folder, model, tmp_path, few_programs):
     disturbed.
     """
     pytest.importorskip("peft")
-    from tests.inference.test_adapters import KINDS, SETTINGS, adapted, greedy
+    from tests.support.served_adapters import KINDS, SETTINGS, adapted, greedy
 
     prompt = [0, 5, 12]
     base = greedy(model, [prompt])[0].tolist()

@@ -7,7 +7,7 @@ from maxtext import LLM
 from tests.inference.server.local_server import run_server
 
 pytest.importorskip("peft")
-from tests.inference.test_adapters import KINDS, SETTINGS, adapted, greedy
+from tests.support.served_adapters import KINDS, SETTINGS, adapted, greedy
 
 PROMPT = [0, 5, 12]
 

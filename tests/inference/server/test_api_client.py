@@ -6,7 +6,7 @@ import pytest
 
 from maxtext.cli.main import main
 from tests.inference.server.local_server import KEY
-from tests.inference.server.test_server import greedy, text_of
+from tests.support.server_client import greedy, text_of
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from maxtext.diagnostics.load.client import Target
 from maxtext.diagnostics.load.generator import LoadGenerator, Workload
 from maxtext.diagnostics.load.report import summarize
 from tests.inference.server.local_server import KEY
-from tests.inference.server.test_server import metric, wait_until_idle
+from tests.support.server_client import metric, wait_until_idle
 
 
 @pytest.mark.slow

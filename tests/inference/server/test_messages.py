@@ -11,8 +11,8 @@ import pytest
 from maxtext import LLM
 from tests.inference import few_shapes
 from tests.inference.server.local_server import run_server
-from tests.inference.server.test_tools import TOOLS
-from tests.inference.test_structured_outputs import SCHEMAS, SIZES
+from tests.support.offered_tools import TOOLS
+from tests.support.schemas import SCHEMAS, SIZES
 
 CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
 MESSAGES = [{"role": "user", "content": "Hi"}]

@@ -10,7 +10,7 @@ import pytest
 
 from tests.inference.server.local_server import KEY, run_server
 from tests.inference.server.stub_api import Reply, run_stub
-from tests.inference.server.test_server import greedy, text_of
+from tests.support.server_client import greedy, text_of
 
 BROWSERS = [
     Path("/usr/bin", name) for name in ("chromium", "chromium-browser", "google-chrome", "chrome")

@@ -8,7 +8,7 @@ import pytest
 
 from maxtext.inference.server import app
 from tests.inference.server.local_server import run_server
-from tests.inference.server.test_server import MESSAGES, check_error, metric
+from tests.support.server_client import MESSAGES, check_error, metric
 
 LONG_TEXT = "w5 " * 1000
 PATHS = ("/tokenize", "/v1/completions", "/v1/chat/completions")

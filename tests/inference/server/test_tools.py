@@ -5,12 +5,7 @@ import pytest
 from maxtext.inference.server.protocol import ChatRequest, JsonBody
 from maxtext.inference.server.tools import move_refs
 from maxtext.inference.validation import RequestError
-from tests.inference.test_structured_outputs import SCHEMAS
-
-TOOLS = [
-    {"type": "function", "function": {"name": name, "parameters": SCHEMAS[index]}}
-    for index, name in enumerate(("add_person", "set_tags"))
-]
+from tests.support.offered_tools import TOOLS
 
 
 def parse_tools(body):

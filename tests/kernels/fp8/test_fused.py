@@ -16,8 +16,8 @@ from maxtext.kernels.quantized_matmul import quantized_matmul
 from maxtext.kernels.rms_norm import rms_norm
 from maxtext.kernels.triton import cross_entropy as cross_entropy_rows
 from maxtext.kernels.triton import rms_norm as triton_rms_norm
-from tests.kernels.test_quantized_matmul import matmul as fp8_matmul
-from tests.kernels.test_quantized_matmul import problem, run
+from tests.support.quantized_matmul import matmul as fp8_matmul
+from tests.support.quantized_matmul import problem, run
 
 ACTIVATIONS = {
     "linear": lambda x: x,

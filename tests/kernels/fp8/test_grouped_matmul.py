@@ -11,9 +11,9 @@ import pytest
 from maxtext.common.gpu import gpu_capability
 from maxtext.kernels import grouped_matmul_hopper
 from maxtext.kernels.fp8.grouped_matmul import grouped_matmul_fp8
-from tests.kernels.test_grouped_matmul import SIZES, draw, reference
-from tests.kernels.test_grouped_matmul_hopper import ROWS, abstract_arrays
-from tests.kernels.test_grouped_matmul_hopper import SIZES as HOPPER_SIZES
+from tests.support.grouped_matmul import SIZES, draw, reference
+from tests.support.hopper_arrays import ROWS, abstract_arrays
+from tests.support.hopper_arrays import SIZES as HOPPER_SIZES
 
 E4M3_MAX = 448.0
 

@@ -22,16 +22,14 @@ from maxtext.trainers.methods.distillation.on_policy import (
     replace_rows,
 )
 from maxtext.trainers.methods.rl.rollout import Rollout
-from tests.trainers.methods.distillation.test_distillation import (
+from tests.support.distillation import (
     PROBE,
     RATE,
     Run,
     documents,
-    models,
     save_llama,
 )
 
-__all__ = ["models"]
 BETA, TEMPERATURE = 0.3, 1.5
 BYTES = 259  # ids of the byte tokenizer
 ROWS = [{"prompt": f"{i}+{i}=", "completion": str(2 * i)} for i in range(12)]

@@ -13,14 +13,14 @@ from maxtext.inference.llm import LLM
 from maxtext.optimizers import parameter_paths
 from maxtext.trainers import tune
 from maxtext.trainers.checkpointing.init_state import initial_weights
-from tests.trainers.conftest import LENGTH
-from tests.trainers.methods.distillation.test_distillation import (
+from tests.support.distillation import (
     PROBE,
     RATE,
     Run,
     save_llama,
     torch_losses,
 )
+from tests.trainers.conftest import LENGTH
 
 EMBED_DIM, HEADS, HEAD_DIM = 16, 2, 12  # of the student; the teacher has 4 heads of 4
 PROJECTIONS = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "out": "o_proj"}

@@ -21,8 +21,7 @@ from maxtext.models.configuration import load
 from maxtext.trainers.checkpointing.init_state import initial_weights
 from maxtext.trainers.methods.distillation import write_logits as write_logits_module
 from maxtext.trainers.methods.distillation.write_logits import frozen_context, write_logits
-from tests.trainers.conftest import LENGTH, VOCABULARY, with_defaults
-from tests.trainers.methods.distillation.test_distillation import (
+from tests.support.distillation import (
     ALPHA,
     PROBE,
     RATE,
@@ -31,6 +30,7 @@ from tests.trainers.methods.distillation.test_distillation import (
     Run,
     save_llama,
 )
+from tests.trainers.conftest import LENGTH, VOCABULARY, with_defaults
 
 TOP_K, ROWS, STEPS = 5, 4, 3
 

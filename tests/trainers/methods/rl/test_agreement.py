@@ -12,7 +12,7 @@ from maxtext.trainers.data_loader import to_devices
 from maxtext.trainers.methods.rl.rollout import RolloutEngine
 from maxtext.trainers.methods.rl.rollout_step import rollout_fields
 from maxtext.trainers.run_context import RunContext
-from tests.trainers.test_no_silent_keys import CONFIGURATIONS
+from tests.support.training_configurations import CONFIGURATIONS
 
 FAMILIES = {
     "gemma3": "windows",

@@ -13,8 +13,8 @@ from maxtext.trainers.methods.rl.device_split import sampler_parallelism, split_
 from maxtext.trainers.methods.rl.weight_sync import WeightSync
 from tests.compiling import cpu_devices
 from tests.forked import run_python
-from tests.trainers.methods.distillation.test_distillation import save_llama
-from tests.trainers.methods.rl.test_grpo import BYTES
+from tests.support.distillation import save_llama
+from tests.support.grpo import BYTES
 
 
 def split(count, slices=1, **keys):
@@ -86,7 +86,7 @@ SCRIPT = """
 import json, sys
 import jax, numpy as np
 from maxtext.trainers import tune
-from tests.trainers.methods.rl.test_grpo import ROWS, RUN, share_of_low_bytes
+from tests.support.grpo import ROWS, RUN, share_of_low_bytes
 
 # A small epsilon of Adam makes an update of the rounding error of a gradient of about 0.
 SETTINGS = dict(batch_size=4, steps=2, learning_rate=0.01, adam_eps=1e-4, grpo_beta=0.02)

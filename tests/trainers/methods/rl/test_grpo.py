@@ -26,32 +26,8 @@ from maxtext.trainers.methods.rl.rollout_log import RolloutLog, ScoredRollout
 from maxtext.trainers.methods.rl.rollout_step import check_agreement, log_rollout
 from maxtext.trainers.methods.rl.spans import Clock, SpanLog
 from maxtext.trainers.run_context import RunContext
-from tests.trainers.methods.distillation.test_distillation import save_llama
-
-BYTES = 259  # ids of the byte tokenizer
-ROWS = [{"prompt": f"{i}+{i}=", "answer": str(2 * i)} for i in range(6)]
-RUN = dict(
-    tokenizer_path="byte",
-    num_generations=4,
-    batch_size=2,
-    num_batches=2,
-    max_prefill_predict_length=8,
-    max_target_length=14,
-    enable_data_shuffling=False,
-    dtype="float32",
-    matmul_precision="highest",
-    scan_layers=False,
-    remat_policy="none",
-    attention="dot_product",
-    gradient_clipping_threshold=0.0,
-    enable_tensorboard=False,
-)
-
-
-def share_of_low_bytes(prompts, completions, **columns):
-    """A reward that the completions of a group hardly ever share."""
-    codes = [text.encode("utf-8", "replace") for text in completions]
-    return [sum(byte < 80 for byte in code) / max(len(code), 1) for code in codes]
+from tests.support.distillation import save_llama
+from tests.support.grpo import BYTES, ROWS, RUN, rollouts_of, share_of_low_bytes
 
 
 @pytest.fixture(scope="module")
@@ -59,11 +35,6 @@ def base(tmp_path_factory):
     folder = tmp_path_factory.mktemp("base")
     save_llama(folder, layers=1, embed_dim=16, seed=0, vocab_size=BYTES)
     return folder
-
-
-def rollouts_of(run):
-    lines = (run.folder / "rollouts.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
 
 
 def torch_loss(model, reference, rollouts, beta):

@@ -16,8 +16,8 @@ from maxtext.trainers.methods.rl.group_sampler import SampledBatch
 from maxtext.trainers.methods.rl.prompt_loader import Lookahead
 from maxtext.trainers.methods.rl.rollout_step import GroupRolloutStep
 from maxtext.trainers.methods.rl.spans import Clock
-from tests.trainers.methods.distillation.test_distillation import save_llama
-from tests.trainers.methods.rl.test_grpo import BYTES, ROWS, RUN, rollouts_of, share_of_low_bytes
+from tests.support.distillation import save_llama
+from tests.support.grpo import BYTES, ROWS, RUN, rollouts_of, share_of_low_bytes
 
 
 class Numbers(BatchIterator):

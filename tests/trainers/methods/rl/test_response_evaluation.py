@@ -28,9 +28,9 @@ from maxtext.trainers.methods.rl.response_evaluation import (
 )
 from maxtext.trainers.methods.rl.rewards.functions import builtin_rewards, reward_functions
 from maxtext.trainers.methods.rl.rollout import sample_seed
+from tests.support.distillation import save_llama
+from tests.support.grpo import BYTES, RUN, share_of_low_bytes
 from tests.tokenizers.tiny import write_bpe
-from tests.trainers.methods.distillation.test_distillation import save_llama
-from tests.trainers.methods.rl.test_grpo import BYTES, RUN, share_of_low_bytes
 
 TEMPLATE = "<reasoning>r</reasoning><answer>{}</answer>"
 PROBLEMS = [

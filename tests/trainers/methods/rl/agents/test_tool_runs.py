@@ -9,10 +9,10 @@ from maxtext.common.errors import ConfigError
 from maxtext.tokenizers import open_tokenizer
 from maxtext.trainers import tune
 from maxtext.trainers.methods.rl.agents.environment import prompt_messages
+from tests.support.conversations import TEMPLATE, add
+from tests.support.distillation import save_llama
+from tests.support.grpo import RUN, rollouts_of, share_of_low_bytes
 from tests.tokenizers.tiny import write_bpe
-from tests.trainers.methods.distillation.test_distillation import save_llama
-from tests.trainers.methods.rl.agents.test_conversations import TEMPLATE, add
-from tests.trainers.methods.rl.test_grpo import RUN, rollouts_of, share_of_low_bytes
 
 ROWS = [{"prompt": f"{i}+{i}=", "answer": str(2 * i)} for i in range(4)]
 LENGTH = 192

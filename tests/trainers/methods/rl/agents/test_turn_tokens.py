@@ -13,14 +13,14 @@ from maxtext.trainers.methods.rl.agents.conversations import ConversationRunner
 from maxtext.trainers.methods.rl.agents.environment import SingleTurn
 from maxtext.trainers.methods.rl.agents.tools import CallFormat, ToolEnvironment, Tools
 from maxtext.trainers.methods.rl.agents.turn_tokens import TurnTokens
-from tests.tokenizers.tiny import CHATML, write_bpe
-from tests.trainers.methods.rl.agents.test_conversations import (
+from tests.support.conversations import (
     ADD,
     TEMPLATE,
     ScriptedSampler,
     add,
     conversation,
 )
+from tests.tokenizers.tiny import CHATML, write_bpe
 
 SPECIAL = re.compile(
     r"<[|｜][^<>\s'\"]*?[|｜]>|<(?:start|end)_of_turn>|</?(?:tool_call|think)>|<turn\|>|<\|turn>"
