@@ -22,6 +22,7 @@ from maxtext.checkpoint.safetensors_reader import SafetensorsFolder
 from maxtext.common.errors import ConfigError
 from maxtext.common.files import local_path, read_json_object
 from maxtext.common.hub import find_folder, model_name
+from maxtext.common.types import Json
 
 CONFIG_FILE, TENSORS_STEM = "adapter_config.json", "adapter_model"
 PREFIX = "base_model.model."
@@ -190,7 +191,7 @@ def adapter_settings(
     base_name: str,
     parameters: Mapping[str, bool] | None = None,
     **options: Any,
-) -> dict[str, Any]:
+) -> Json:
     """The adapter_config.json for adapters of these ranks and alphas by target. `modules` are all
     linear modules of the model, and `parameters` all parameters with whether they are targets; the
     names that are written select no other."""
@@ -231,7 +232,7 @@ def shortest_names(
     return names
 
 
-def exact_patterns(values: Mapping[str, Any]) -> dict[str, Any]:
+def exact_patterns(values: Mapping[str, Any]) -> Json:
     return {re.escape(module): value for module, value in values.items()}
 
 

@@ -23,6 +23,7 @@ from maxtext.checkpoint.safetensors_writer import write_folder
 from maxtext.checkpoint.tensors import NamedArrays, Shape, TensorInfo, raise_problems
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.common.files import local_path, read_json_object
+from maxtext.common.types import Json
 from maxtext.configs.types import MaxTextConfig
 from maxtext.hf.config_json import HfMapping
 from maxtext.layers.adapters import EMBEDDER, AdapterSpec, AdapterTarget
@@ -321,7 +322,7 @@ def to_peft(
     modules: ModelModules,
     base_name: str,
     hf_tensor_names: Collection[str] = (),
-) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+) -> tuple[dict[str, np.ndarray], Json]:
     """The tensors of a PEFT folder without their prefix, and its adapter_config.json."""
     writer = AdapterWriter(adapter, modules, hf_registry.text_prefixes(hf_tensor_names))
     return writer.write(base_name)
@@ -359,7 +360,7 @@ class AdapterWriter:
             return None
         return peft.LoraConfig.from_json(self.adapter.settings, peft.CONFIG_FILE)
 
-    def write(self, base_name: str) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    def write(self, base_name: str) -> tuple[dict[str, np.ndarray], Json]:
         paths = self.spec.by_path.keys() - {EMBEDDER}
         in_parameters: set[str] = set()
         named_parameters: list[tuple[str, ParameterBinding]] = []
@@ -459,7 +460,7 @@ class AdapterWriter:
                 (self.tensors[name + peft.SAVED],) = bound.to_hf([self.adapter.saved[native]])
                 self.saved_names.append(module.rpartition(".")[2])
 
-    def settings(self, base_name: str) -> dict[str, Any]:
+    def settings(self, base_name: str) -> Json:
         """The adapter_config.json."""
         every = [
             self.folder_name(name) for name in (*self.modules.by_hf, *self.modules.saved_rules)

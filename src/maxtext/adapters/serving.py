@@ -10,11 +10,11 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import numpy as np
 from flax import nnx
+from jax.typing import DTypeLike
 
 from maxtext.adapters.binding import LinearShape, padded
 from maxtext.adapters.merge import magnitude_factor, update
@@ -25,10 +25,11 @@ from maxtext.checkpoint.tensors import TensorSource
 from maxtext.checkpoint.weights import ParamPath
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.common.trees import unflatten_dict
+from maxtext.common.types import Tree
 from maxtext.configs.types import MaxTextConfig
 from maxtext.layers.adapters import EMBEDDER, AdapterSpec, AdapterTarget
 from maxtext.layers.lora import PackedAdapter, is_adapter, split_adapter
-from maxtext.layers.parameters import Template, Tree
+from maxtext.layers.parameters import Template
 from maxtext.sharding import AxisRules
 
 VERSIONS = itertools.count(1)
@@ -234,7 +235,11 @@ def dora_factors(
 
 
 def copies(
-    adapters: Sequence[LoadedAdapter], weight: str, kind: str, shape: Sequence[int], dtype: Any
+    adapters: Sequence[LoadedAdapter],
+    weight: str,
+    kind: str,
+    shape: Sequence[int],
+    dtype: DTypeLike,
 ) -> np.ndarray:
     """`SavedCopies`: lora_weight [k, ...], or lora_copy [n + 1], the copy of each adapter."""
     array = np.zeros(shape, dtype)

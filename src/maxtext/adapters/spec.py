@@ -16,10 +16,11 @@ from maxtext.checkpoint.open import model_param_infos
 from maxtext.checkpoint.weights import ModelWeights, ParamInfo, ParamPath
 from maxtext.common.errors import ConfigError
 from maxtext.common.trees import unflatten_dict
+from maxtext.common.types import Tree
 from maxtext.configs.types import MaxTextConfig
 from maxtext.layers.adapters import HEAD, AdapterSpec, AdapterTarget
 from maxtext.layers.lora import is_adapter
-from maxtext.layers.parameters import Template, Tree
+from maxtext.layers.parameters import Template
 
 A, B, MAGNITUDE = "lora_a", "lora_b", "lora_magnitude"
 DEFAULT_TARGETS = (

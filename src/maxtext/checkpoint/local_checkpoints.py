@@ -29,6 +29,7 @@ from maxtext.checkpoint.tensors import FLOATS, RenamedTensors, TensorInfo, Tenso
 from maxtext.checkpoint.weights import Bounds
 from maxtext.common.errors import UserError
 from maxtext.common.log import LOGGER
+from maxtext.common.types import Json
 
 MAX_TO_KEEP = 2
 MAX_CANDIDATES = 4  # newest steps that are verified at a restart
@@ -70,7 +71,7 @@ class LocalCheckpointManager:
         )
         self.thread.start()
 
-    def write(self, step: int, blocks: "LocalBlocks", metadata: dict[str, Any]) -> None:
+    def write(self, step: int, blocks: "LocalBlocks", metadata: Json) -> None:
         folder = self.folder / str(step)
         try:
             steps.remove_leftovers(self.folder)
@@ -101,7 +102,7 @@ class LocalCheckpointManager:
 
     def restore(
         self, step: int, abstract: Mapping[TreePath, jax.ShapeDtypeStruct]
-    ) -> tuple[dict[TreePath, jax.Array], dict[str, Any]] | None:
+    ) -> tuple[dict[TreePath, jax.Array], Json] | None:
         """The arrays of a step and this process's iterator state, or None if the step does not fit
         this run on some process.
         """
@@ -123,7 +124,7 @@ class LocalCheckpointManager:
             return None
         return arrays, metadata["position"]
 
-    def check_metadata(self, metadata: dict[str, Any]) -> None:
+    def check_metadata(self, metadata: Json) -> None:
         """Raise UserError if a step was saved by another run, or by other processes or devices."""
         if metadata["owner"] != self.owner:
             raise UserError(f"it is of another run, {metadata['owner']}")

@@ -33,6 +33,7 @@ from maxtext.checkpoint.multihost import (
 )
 from maxtext.common.errors import ConfigError
 from maxtext.common.log import LOGGER
+from maxtext.common.types import Json, Tree
 from maxtext.configs.types import MaxTextConfig
 
 RUN_FILE, MODEL_FILE = "run.json", "config.yml"
@@ -81,18 +82,18 @@ class MetadataHandler(ocp.AsyncCheckpointHandler):
     def __init__(self) -> None:
         self.pool = ThreadPoolExecutor(1)
 
-    async def async_save(self, directory: Any, args: "MetadataSave") -> list[Future]:
+    async def async_save(self, directory: Path, args: "MetadataSave") -> list[Future]:
         return [self.pool.submit(self.write, Path(directory), args.files)]
 
-    def save(self, directory: Any, args: "MetadataSave") -> None:
+    def save(self, directory: Path, args: "MetadataSave") -> None:
         self.write(Path(directory), args.files)
 
-    def write(self, directory: Path, files: dict[str, Any]) -> None:
+    def write(self, directory: Path, files: Json) -> None:
         for name, content in files.items():
             text = content if isinstance(content, str) else json.dumps(content, indent=1) + "\n"
             (directory / name).write_text(text, encoding="utf-8")
 
-    def restore(self, directory: Any, args: Any = None) -> dict[str, Any]:
+    def restore(self, directory: Path, args: Any = None) -> Json:
         return {
             path.name: json.loads(path.read_text(encoding="utf-8"))
             for path in Path(directory).glob("*.json")
@@ -105,7 +106,7 @@ class MetadataHandler(ocp.AsyncCheckpointHandler):
 @ocp.args.register_with_handler(MetadataHandler, for_save=True, for_restore=True)
 @dataclass
 class MetadataSave(ocp.args.CheckpointArgs):
-    files: dict[str, Any]
+    files: Json
 
 
 class CheckpointManager:
@@ -151,9 +152,7 @@ class CheckpointManager:
     def busy(self) -> bool:
         return self.thread is not None and self.thread.is_alive()
 
-    def save(
-        self, step: int, tree: dict[str, Any], run: dict[str, Any], model: str, iterator_state: Any
-    ) -> None:
+    def save(self, step: int, tree: Tree, run: Json, model: str, iterator_state: Any) -> None:
         """Start to save a state. `run` is the run's metadata, `model` the config.yml of its model,
         and `iterator_state` this process's position in its data.
         """

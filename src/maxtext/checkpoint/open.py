@@ -42,6 +42,7 @@ from maxtext.checkpoint.weights import ParamInfo, find_param_infos
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.common.hub import find_folder
 from maxtext.common.log import LOGGER
+from maxtext.common.types import Json
 from maxtext.configs import rules, serialize, types
 from maxtext.configs.load import base_values
 from maxtext.configs.problems import ProblemKind
@@ -302,7 +303,7 @@ def open_training_checkpoint(step: Path) -> Checkpoint:
     )
 
 
-def with_max_positions(settings: Layer, keys: dict[str, Any]) -> dict[str, Any]:
+def with_max_positions(settings: Layer, keys: Json) -> Json:
     """The keys with max_target_length set to the number of learned positions, unless they set it
     or the model has no learned positions.
     """
@@ -389,9 +390,7 @@ def save_hf_folder(
     write_hf_folder(out, tensors, texts, files, shard_bytes, progress)
 
 
-def update_hf_config(
-    hf_assets: tuple[Path, ...], config: MaxTextConfig, dtype: str
-) -> dict[str, Any] | None:
+def update_hf_config(hf_assets: tuple[Path, ...], config: MaxTextConfig, dtype: str) -> Json | None:
     """The config.json that came with a model, updated for the tensors that are written, which are
     plain floats. None if there is none, or if it is of a multimodal model, of which only the text
     model is written.
@@ -413,7 +412,7 @@ def update_hf_config(
     return None
 
 
-def is_tied(hf_config: dict[str, Any], config: MaxTextConfig) -> bool:
+def is_tied(hf_config: Json, config: MaxTextConfig) -> bool:
     field = hf_registry.mapping_for(config).entries["tie_word_embeddings"]
     return bool(hf_config.get(field.hf, field.default))
 

@@ -36,9 +36,10 @@ from maxtext.checkpoint.weights import (
 )
 from maxtext.common.errors import ConfigError
 from maxtext.common.trees import flatten_dict
+from maxtext.common.types import Tree
 from maxtext.configs.types import MaxTextConfig
 from maxtext.kernels.weight_only import QuantizedWeight, quantize_weight
-from maxtext.layers.parameters import Template, Tree
+from maxtext.layers.parameters import Template
 from maxtext.layers.quantized import abstract_quantized
 from maxtext.sharding import AxisRules
 
@@ -311,7 +312,7 @@ def quantizing_loader(
     source: TensorSource,
     template: Template,
     quantized_leaves: Mapping[ParamPath, QuantizedWeight],
-    dtype: Any,
+    dtype: str | None,
     group: int | None = None,
 ) -> LoadLeaf:
     """Loads leaves, and quantizes some of them."""
@@ -326,6 +327,7 @@ def quantizing_loader(
     ) -> Any:
         if path not in quantized_leaves:
             return load_leaf(source, params, leaf, sharding, host_bytes)
+        assert dtype is not None  # some leaves are quantized
         floats = load_leaf(source, params, leaf, sharding.qvalue, host_bytes)
         packed = bool(quantized_leaves[path].packed)
         quantize = quantize_function(contracted[path], dtype, sharding, group, packed)
@@ -355,7 +357,7 @@ def mismatches(
 @lru_cache
 def quantize_function(
     contracted: tuple[int, ...],
-    dtype: Any,
+    dtype: str,
     sharding: QuantizedWeight,
     group: int | None = None,
     packed: bool = False,

@@ -10,7 +10,6 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -18,6 +17,7 @@ from maxtext.checkpoint.tensors import DTYPES, TensorInfo
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.common.files import read_json_object
 from maxtext.common.hub import CHAT_TEMPLATES_DIR
+from maxtext.common.types import Json
 
 # The stems of file names in Hugging Face folders and in native folders
 HF_STEM, NATIVE_STEM = "model", "weights"
@@ -184,7 +184,7 @@ def read_header(path: Path) -> Entries:
     return entries
 
 
-def parse_entry(entry: dict[str, Any]) -> tuple[tuple[int, ...], int, int]:
+def parse_entry(entry: Json) -> tuple[tuple[int, ...], int, int]:
     """Shape, first byte and end byte of a header entry. Raises ValueError if they are not sizes."""
     first, last = entry["data_offsets"]
     shape = tuple(entry["shape"])

@@ -18,6 +18,7 @@ from maxtext.checkpoint.state import TreePath, to_flat_dict
 from maxtext.checkpoint.tensors import TensorInfo
 from maxtext.common.errors import UserError
 from maxtext.common.trees import unflatten_dict
+from maxtext.common.types import Json
 
 ORBAX_ERRORS = (ValueError, OSError, KeyError, RuntimeError)
 
@@ -37,7 +38,7 @@ class SavedStep:
         return int(self.path.name)
 
     @cached_property
-    def run(self) -> dict[str, Any]:
+    def run(self) -> Json:
         """The metadata of the run that saved the step: layer layout, optimizer, mesh, processes."""
         return self.read_json(RUN_FILE)
 

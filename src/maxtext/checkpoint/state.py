@@ -12,12 +12,13 @@ import jax
 import numpy as np
 
 from maxtext.checkpoint.tensors import TensorInfo
+from maxtext.common.types import Tree
 
 TreePath = tuple[str, ...]
 WEIGHTS, OPTIMIZER = "weights", "optimizer"
 
 
-def to_flat_dict(tree: Any) -> dict[TreePath, Any]:
+def to_flat_dict(tree: Tree) -> dict[TreePath, Any]:
     """The leaves of a pytree by path."""
     return {tree_path(path): leaf for path, leaf in jax.tree.leaves_with_path(tree)}
 
@@ -34,7 +35,7 @@ def key_string(key: Any) -> str:
     raise TypeError(f"{key!r} is not a key of a pytree")
 
 
-def unflatten_like(target: Any, leaves: Mapping[TreePath, Any]) -> Any:
+def unflatten_like(target: Tree, leaves: Mapping[TreePath, Any]) -> Any:
     """A pytree with the structure of `target` and these leaves."""
     return jax.tree.map_with_path(lambda path, _: leaves[tree_path(path)], target)
 

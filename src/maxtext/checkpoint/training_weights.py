@@ -9,7 +9,6 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 import jax
 import numpy as np
@@ -20,6 +19,7 @@ from maxtext.checkpoint.state import WEIGHTS, TreePath, join_path
 from maxtext.checkpoint.tensors import TensorInfo
 from maxtext.checkpoint.weights import ParamInfo, find_param_infos
 from maxtext.common.errors import UserError
+from maxtext.common.types import Json
 from maxtext.configs.derive import Devices
 from maxtext.configs.provenance import Layer
 from maxtext.configs.sources import from_python
@@ -44,7 +44,7 @@ class TrainingWeights:
 
     @cached_property
     def param_infos(self) -> Mapping[str, ParamInfo]:
-        keys: dict[str, Any] = dict(self.stored.run["layout"])
+        keys: Json = dict(self.stored.run["layout"])
         if max_positions := self.settings.get("trainable_position_size"):
             keys["max_target_length"] = max_positions.value
         config = load(None, from_python(keys), environ={}, devices=Devices(1), model=self.settings)

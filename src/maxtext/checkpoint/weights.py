@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
+from jax.typing import DTypeLike
 
 from maxtext.checkpoint.tensors import (
     Progress,
@@ -25,8 +26,9 @@ from maxtext.checkpoint.tensors import (
     check_names_and_shapes,
 )
 from maxtext.common.trees import flatten_dict
+from maxtext.common.types import Tree
 from maxtext.kernels.weight_only import QuantizedWeight
-from maxtext.layers.parameters import Template, Tree
+from maxtext.layers.parameters import Template
 from maxtext.layers.specs import Segment
 
 ParamPath = tuple[str | int, ...]
@@ -139,7 +141,7 @@ def load_weights(
     param_infos: Mapping[str, ParamInfo],
     template: Template,
     shardings: Tree | None = None,
-    dtype: Any = None,
+    dtype: DTypeLike | None = None,
     progress: Progress | None = None,
     host_bytes: int = 4 * 10**9,
     load: LoadLeaf | None = None,

@@ -7,9 +7,10 @@ import re
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from maxtext.common.errors import ConfigError
+from maxtext.common.types import Json
 
 REMOTE = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 # Lone surrogates stand for bytes that are not UTF-8.
@@ -49,7 +50,7 @@ def local_path(path: str | os.PathLike) -> Path:
     return Path(os.path.expanduser(text))
 
 
-def read_json_object(path: Path) -> dict[str, Any]:
+def read_json_object(path: Path) -> Json:
     """The object in a JSON file. Raises ConfigError if there is none."""
     try:
         data = path.read_bytes()

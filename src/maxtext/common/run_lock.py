@@ -15,10 +15,10 @@ import os
 import socket
 import time
 from pathlib import Path
-from typing import Any
 
 from maxtext.common.errors import UserError
 from maxtext.common.log import LOGGER
+from maxtext.common.types import Json
 
 FILE = ".lock"
 HELD = (errno.EACCES, errno.EAGAIN)  # another process holds the lock
@@ -105,7 +105,7 @@ class RunLock:
             self.descriptor = None
 
 
-def read_holder(descriptor: int) -> dict[str, Any] | None:
+def read_holder(descriptor: int) -> Json | None:
     """The holder in the file; None if the file is empty or incomplete."""
     try:
         holder = json.loads(os.pread(descriptor, 4096, 0))

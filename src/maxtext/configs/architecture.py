@@ -7,11 +7,11 @@ is None is determined by the keys.
 """
 
 from collections.abc import Iterable
-from typing import Any
 
 from pydantic import ValidationError
 
 from maxtext.common.errors import ConfigError
+from maxtext.common.types import Json
 from maxtext.configs import fields
 from maxtext.configs.provenance import Layer, Setting
 from maxtext.configs.types.architecture import Architecture
@@ -33,7 +33,7 @@ DETERMINED_BY_KEYS = {
 
 def pop_hf_attributes(base: Layer, layers: Iterable[Layer]) -> Architecture:
     """Remove the attributes from layers, ordered from weakest to strongest, and merge them."""
-    hf_attributes: dict[str, Any] = {}
+    hf_attributes: Json = {}
     settings = base
     for layer in layers:
         stated = layer.pop("architecture", None)

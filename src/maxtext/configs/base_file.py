@@ -5,7 +5,6 @@ reason.
 """
 
 import textwrap
-from typing import Any
 
 from maxtext.configs import serialize
 from maxtext.configs.sources import BASE
@@ -73,7 +72,7 @@ def entry(key: str) -> str:
     return "".join([*(f"# {text}\n" for text in comment), value, "\n"])
 
 
-def value_text(key: str, value: Any) -> str:
+def value_text(key: str, value: object) -> str:
     """`key: value`, with a long list in several lines."""
     if value == "":
         return f'{key}: ""'

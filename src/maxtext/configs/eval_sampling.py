@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from maxtext.common.types import Json
 from maxtext.configs.types import Settings
 
 FIELDS = ("eval_temperature", "eval_top_k", "eval_top_p")
@@ -13,7 +14,7 @@ STRATEGIES = {
 }
 
 
-def evaluation_sampling(name: str, generation_configs: Mapping[str, Any]) -> dict[str, Any]:
+def evaluation_sampling(name: str, generation_configs: Mapping[str, Any]) -> Json:
     """temperature, top_k and top_p of a strategy. A field that an entry of generation_configs
     leaves out is that of the built-in strategy of its name, or of standard."""
     defaults = STRATEGIES.get(name, STRATEGIES["standard"])
@@ -48,5 +49,5 @@ def sampling_problem(settings: Settings) -> str | None:
     return None
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)

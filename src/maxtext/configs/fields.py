@@ -29,7 +29,7 @@ def members(key: str) -> tuple[Any, ...]:
     )
 
 
-def is_union(annotation: Any) -> bool:
+def is_union(annotation: object) -> bool:
     return typing.get_origin(annotation) in (typing.Union, types.UnionType)
 
 
@@ -42,7 +42,7 @@ def admits_text(key: str) -> bool:
     return any(part is str or is_choice(part) for part in members(key))
 
 
-def is_choice(part: Any) -> bool:
+def is_choice(part: object) -> bool:
     return typing.get_origin(part) is typing.Literal or (
         isinstance(part, type) and issubclass(part, str | Enum) and part is not str
     )
@@ -59,7 +59,7 @@ def choices(key: str) -> list[str]:
     return names
 
 
-def is_none(value: Any) -> bool:
+def is_none(value: object) -> bool:
     return value is None or (isinstance(value, str) and value.lower() in ("none", "null"))
 
 
@@ -81,7 +81,7 @@ def from_text(key: str, text: str) -> Any:
         ) from error
 
 
-def normalise(key: str, value: Any) -> Any:
+def normalise(key: str, value: object) -> Any:
     """`none` clears a key, unless it is one of its choices: None where the type has it, else the
     empty text."""
     if is_none(value) and value not in choices(key):
@@ -91,7 +91,7 @@ def normalise(key: str, value: Any) -> Any:
     return value
 
 
-def fits(key: str, value: Any) -> bool:
+def fits(key: str, value: object) -> bool:
     """Whether a value may be validated. False for true/false where a number is expected, since
     Python would accept them as 1 and 0.
     """
@@ -135,17 +135,17 @@ PLAIN = {
 PLAIN_PLURAL = {int: "whole numbers", str: "text", float: "numbers"}
 
 
-def is_true(value: Any) -> bool:
+def is_true(value: object) -> bool:
     """Whether a boolean that is read before validation is true."""
     return value is True or (isinstance(value, str) and value.lower() in ("true", "1", "yes", "on"))
 
 
-def is_same(key: str, a: Any, b: Any) -> bool:
+def is_same(key: str, a: object, b: object) -> bool:
     """Whether two values of a key are equal after validation, e.g. 1e-5 and "1e-05"."""
     return validated(key, a) == validated(key, b)
 
 
-def is_valid(key: str, value: Any) -> bool:
+def is_valid(key: str, value: object) -> bool:
     """Whether a value has its key's type."""
     if not fits(key, value):
         return False
@@ -156,7 +156,7 @@ def is_valid(key: str, value: Any) -> bool:
     return True
 
 
-def validated(key: str, value: Any) -> Any:
+def validated(key: str, value: object) -> Any:
     """The value as its key's type, or unchanged if it does not fit."""
     try:
         return adapter(key).validate_python(normalise(key, value))

@@ -79,5 +79,5 @@ def refuse_unsupported_model(config: Settings, base: Settings) -> None:
         )
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     return str(getattr(value, "value", value))

@@ -40,7 +40,7 @@ def is_chosen(source: Source) -> bool:
     return source.is_user or source.kind == "derived"
 
 
-def value_problem(key: str, value: Any) -> str | None:
+def value_problem(key: str, value: object) -> str | None:
     """What is wrong with the numbers and strings of a value, as the end of a sentence."""
     for leaf in leaves(value):
         if isinstance(leaf, str):
@@ -55,7 +55,7 @@ def value_problem(key: str, value: Any) -> str | None:
     return None
 
 
-def local_path_problem(key: str, value: Any) -> str | None:
+def local_path_problem(key: str, value: object) -> str | None:
     """Why a value cannot be a path of this machine, as the end of a sentence."""
     if not isinstance(value, str):
         return None
@@ -72,7 +72,7 @@ def outside_folder(key: str, value: str) -> str | None:
     return None
 
 
-def leaves(value: Any) -> Iterator[Any]:
+def leaves(value: object) -> Iterator[Any]:
     """The numbers and strings in nested lists and mappings, including keys of mappings."""
     if isinstance(value, dict):
         for key, item in value.items():
@@ -89,7 +89,7 @@ def has_surrogates(text: str) -> bool:
     return not text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in text)
 
 
-def abbreviated(value: Any) -> str:
+def abbreviated(value: object) -> str:
     """A value for a message, on one line and at most 60 characters long."""
     text = (
         str(getattr(value, "value", value))

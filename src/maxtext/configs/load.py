@@ -330,7 +330,7 @@ def check_computed_keys(settings: Layer, complete: MaxTextConfig) -> list[Proble
     ]
 
 
-def type_problem(key: str, value: Any, setting: Setting) -> str:
+def type_problem(key: str, value: object, setting: Setting) -> str:
     hint = sources.suggest(value, fields.choices(key)) if isinstance(value, str) else ""
     expected = f"expected {fields.describe(key)}{hint}"
     if value is None or value == "":

@@ -40,7 +40,7 @@ def flatten(layer: Layer) -> Layer:
     different values."""
     flat: Layer = {}
 
-    def add(key: str, value: Any, setting: Setting) -> None:
+    def add(key: str, value: object, setting: Setting) -> None:
         if key in EMPTY and value == EMPTY[key]:
             return
         if key in flat and flat[key].value != value:
@@ -60,7 +60,7 @@ def flatten(layer: Layer) -> Layer:
     return flat
 
 
-def expand(key: str, value: Any) -> list[tuple[str, Any]]:
+def expand(key: str, value: object) -> list[tuple[str, Any]]:
     """The settings that a key stands for."""
     if key in SECTIONS and isinstance(value, dict):
         return [(str(name), inner) for name, inner in value.items()]

@@ -7,30 +7,31 @@ from typing import Any
 
 import yaml
 
+from maxtext.common.types import Json
 from maxtext.configs.types import GROUPS, MaxTextConfig
 
 KEYS_IN_ORDER = [key for group in GROUPS for key in group.model_fields]
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> Any:
     """The value of an enum member; anything else unchanged."""
     return value.value if isinstance(value, Enum) else value
 
 
-def compact(value: Any) -> str:
+def compact(value: object) -> str:
     """A value as YAML on one line."""
     text = yaml.safe_dump(plain(value), default_flow_style=True, width=10**6, allow_unicode=True)
     return text.removesuffix("\n...\n").strip()
 
 
-def yaml_line(key: str, value: Any) -> str:
+def yaml_line(key: str, value: object) -> str:
     """`key: value`; a list of lists has one line per inner list."""
     if isinstance(value, list) and any(isinstance(item, list) for item in value):
         return "\n".join([f"{key}:", *(f"  - {compact(item)}" for item in value)])
     return f"{key}: {compact(value)}"
 
 
-def hf_attributes(config: MaxTextConfig) -> dict[str, Any]:
+def hf_attributes(config: MaxTextConfig) -> Json:
     """The attributes set under `architecture`, as plain data."""
     return config.architecture.model_dump(exclude_defaults=True, mode="json")
 

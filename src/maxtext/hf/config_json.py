@@ -11,11 +11,11 @@ from functools import cached_property
 from typing import Any
 
 from maxtext.common.errors import UserError
+from maxtext.common.types import Json
 from maxtext.configs.types import MaxTextConfig
 from maxtext.hf.rules import Rule
 from maxtext.hf.schema import Kind
 
-Json = dict[str, Any]
 LayerSpecs = Sequence[Any]
 
 
@@ -73,7 +73,7 @@ class Field:
             )
         return value
 
-    def native_value(self, value: Any) -> Any:
+    def native_value(self, value: object) -> Any:
         return value if self.to_native is None else self.to_native(value)
 
     def hf_value(self, config: MaxTextConfig) -> Any:
@@ -206,16 +206,16 @@ def hf_activation(mlp_activations: Sequence[str]) -> str:
     )
 
 
-def optional(value: Any) -> Any:
+def optional(value: object) -> Any:
     """`to_native` of an entry whose null means the same in its key."""
     return value
 
 
-def or_zero(value: Any) -> Any:
+def or_zero(value: object) -> Any:
     return value or 0
 
 
-def or_null(value: Any) -> Any:
+def or_null(value: object) -> Any:
     """`to_hf` of an entry that states by null that there is none."""
     return value or None
 

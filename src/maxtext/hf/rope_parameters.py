@@ -9,8 +9,8 @@ import math
 from typing import Any
 
 from maxtext.common.errors import UserError
+from maxtext.common.types import Json
 
-Json = dict[str, Any]
 # The entries of RoPE, with the defaults of most of transformers' configuration classes.
 ROPE_DEFAULTS: Json = {
     "rope_parameters": None,

@@ -14,8 +14,8 @@ from typing import Any
 
 from maxtext.common.errors import ConfigError
 from maxtext.common.files import read_json_object
+from maxtext.common.types import Json
 
-Json = dict[str, Any]
 INT32_MAX = 2**31 - 1
 MAX_LAYERS = 10_000
 LAYER_KINDS = ("full_attention", "sliding_attention", "chunked_attention", "linear_attention")
@@ -39,7 +39,7 @@ class Kind:
 Fields = Mapping[str, Kind]
 
 
-def is_integer(value: Any) -> bool:
+def is_integer(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
@@ -231,7 +231,7 @@ def field_problems(values: Mapping[str, Any], fields: Fields, prefix: str = "") 
     ]
 
 
-def as_json(value: Any) -> str:
+def as_json(value: object) -> str:
     """A value as JSON, shortened."""
     text = json.dumps(value)
     return text if len(text) <= 60 else f"{text[:50]}…"

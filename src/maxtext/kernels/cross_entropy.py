@@ -11,12 +11,12 @@ Shapes: B batch, S sequence, E embed_dim, V vocabulary, T tokens.
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
+from maxtext.common.types import Tree
 from maxtext.kernels.triton import cross_entropy as triton_kernels
 
 
@@ -82,12 +82,12 @@ def triton_cross_entropy(logits: Array, targets: Array) -> tuple[Array, Array]:
     return triton_forward(logits, targets)[0]
 
 
-def triton_forward(logits: Array, targets: Array) -> tuple[tuple[Array, Array], Any]:
+def triton_forward(logits: Array, targets: Array) -> tuple[tuple[Array, Array], Tree]:
     largest, log_sum, target_logit = triton_kernels.log_sums(logits, targets)
     return (log_sum - target_logit, log_sum + largest), (logits, targets, largest, log_sum)
 
 
-def triton_backward(residuals: Any, cotangents: tuple[Array, Array]) -> tuple[Array, None]:
+def triton_backward(residuals: Tree, cotangents: tuple[Array, Array]) -> tuple[Array, None]:
     logits, targets, largest, log_sum = residuals
     dloss, dpartition = cotangents
     factors = -dloss, dloss + dpartition

@@ -20,6 +20,7 @@ from jax import Array
 
 from maxtext.common.gpu import target_capability
 from maxtext.common.log import log_once
+from maxtext.common.types import Tree
 
 
 def grouped_matmul(
@@ -72,7 +73,7 @@ def hopper_matmul(x: Array, weights: Array, group_sizes: Array) -> Array:
 
 def hopper_matmul_backward(
     residuals: tuple[Array, Array, Array], dy: Array
-) -> tuple[Array, Array, Any]:
+) -> tuple[Array, Array, Tree]:
     from maxtext.kernels import grouped_matmul_hopper
 
     x, weights, group_sizes = residuals
@@ -143,11 +144,11 @@ def zero_cotangent(integers: Any) -> Any:
     return jax.tree.map(lambda leaf: np.zeros(leaf.shape, jax.dtypes.float0), integers)
 
 
-def permute_backward(permutation: GroupPermutation, drows: Array) -> tuple[Array, Any]:
+def permute_backward(permutation: GroupPermutation, drows: Array) -> tuple[Array, Tree]:
     return jnp.sum(unpermute(drows, permutation), axis=1), zero_cotangent(permutation)
 
 
-def unpermute_backward(permutation: GroupPermutation, dy: Array) -> tuple[Array, Any]:
+def unpermute_backward(permutation: GroupPermutation, dy: Array) -> tuple[Array, Tree]:
     flat = dy.reshape(-1, dy.shape[-1])
     drows = jnp.take(flat, permutation.assignments, axis=0, mode="clip")
     return zero_ungrouped_rows(drows, permutation), zero_cotangent(permutation)

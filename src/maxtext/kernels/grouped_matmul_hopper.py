@@ -23,9 +23,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, Ref
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
 
 COMPUTE_WARPGROUPS = 2
 SWIZZLE_BYTES = 128
@@ -91,7 +92,7 @@ def grouped_matmul(
     group_sizes: Array,
     transposed: bool = False,
     tile: TileConfig = DEFAULT_TILES,
-    dtype: Any = None,
+    dtype: DTypeLike | None = None,
 ) -> Array:
     """x [N, K] times weights [X, K, M], or [X, M, K] if `transposed` -> [N, M] in `dtype`, by
     default that of x. wgmma contracts fp8 along the last dimension of both operands only, so fp8
@@ -102,18 +103,18 @@ def grouped_matmul(
     column_tiles, row_tiles = pl.cdiv(num_columns, tile.columns), len(table.groups)
 
     def body(
-        groups: Any,
+        groups: Ref,
         blocks: Any,
         first_rows: Any,
         counts: Any,
-        x_ref: Any,
-        weights_ref: Any,
-        out_ref: Any,
+        x_ref: Ref,
+        weights_ref: Ref,
+        out_ref: Ref,
     ) -> None:
         warpgroup, half = jax.lax.axis_index("wg"), tile.columns // COMPUTE_WARPGROUPS
         own_columns = pl.ds(warpgroup * half, half)
 
-        def multiply(_: Any, x_smem: Any, weight_smem: Any, accumulator: Any) -> Any:
+        def multiply(_: Any, x_smem: Ref, weight_smem: Ref, accumulator: Any) -> Any:
             weight_half = (
                 plgpu.transpose_ref(weight_smem.at[own_columns], (1, 0))
                 if transposed
@@ -182,9 +183,9 @@ def weight_gradient(
         ends: Any,
         first_steps: Any,
         steps: Any,
-        x_ref: Any,
-        dy_ref: Any,
-        out_ref: Any,
+        x_ref: Ref,
+        dy_ref: Ref,
+        out_ref: Ref,
     ) -> None:
         warpgroup, half = jax.lax.axis_index("wg"), tile.columns // COMPUTE_WARPGROUPS
         own_columns = pl.ds(warpgroup * half, half)
@@ -198,7 +199,7 @@ def weight_gradient(
             first_step, num_steps = first_steps[group], steps[group]
             start, end = starts[group], ends[group]
 
-            def multiply(step: Any, x_smem: Any, dy_smem: Any, accumulator: Any) -> Any:
+            def multiply(step: Any, x_smem: Ref, dy_smem: Ref, accumulator: Any) -> Any:
                 first_row = (first_step + step[0]) * BLOCK_K
 
                 # Rows of other groups, and of none, which may be NaN.
@@ -246,7 +247,7 @@ def run_tiles(
     block_shapes: tuple,
     operands_like: tuple,
     tile: TileConfig,
-    dtype: Any,
+    dtype: DTypeLike,
 ) -> None:
     """Call run_tile(index, run) for this program's share of `num_tiles` tiles.
 

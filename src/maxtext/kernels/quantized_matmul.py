@@ -21,7 +21,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import DTypeLike
 
+from maxtext.common.types import Tree
 from maxtext.kernels.fp8 import matmul
 from maxtext.kernels.fp8.matmul import MatmulResiduals
 from maxtext.kernels.fp8.quantize import (
@@ -50,7 +52,7 @@ def quantized_matmul(
     weights: Weights,
     input_dims: int,
     precision: str,
-    dtype: Any,
+    dtype: DTypeLike,
     platform: str | None = None,
 ) -> Weights:
     """x [..., inputs] times each weight [inputs, outputs], in `dtype`; `input_dims`: the number of
@@ -63,7 +65,12 @@ def quantized_matmul(
 
 
 def forward(
-    x: Array, weights: Weights, input_dims: int, precision: str, dtype: Any, platform: str | None
+    x: Array,
+    weights: Weights,
+    input_dims: int,
+    precision: str,
+    dtype: DTypeLike,
+    platform: str | None,
 ) -> tuple[Weights, Any]:
     row_dims, inputs = x.ndim - input_dims, range(input_dims)
     axes = (range(row_dims, x.ndim), inputs)
@@ -95,7 +102,12 @@ def forward(
 
 
 def backward(
-    input_dims: int, precision: str, dtype: Any, platform: str | None, residuals: Any, dys: Weights
+    input_dims: int,
+    precision: str,
+    dtype: DTypeLike,
+    platform: str | None,
+    residuals: Tree,
+    dys: Weights,
 ) -> tuple[Array, Weights]:
     if precision == "int8":
         int8_dxs, dws = zip(
@@ -176,7 +188,7 @@ def int8_matmul(
     lhs: QuantizedTensor,
     rhs: QuantizedTensor,
     axes: tuple[Sequence[int], Sequence[int]],
-    dtype: Any,
+    dtype: DTypeLike,
 ) -> Array:
     """Accumulated in int32, then scaled."""
     qvalues = pad_int8(lhs.qvalue, axes[0]), pad_int8(rhs.qvalue, axes[1])

@@ -7,26 +7,30 @@ dtype and one float32 for each row.
 """
 
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import DTypeLike
+
+from maxtext.common.types import Tree
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def rms_norm(x: Array, scale: Array | None, epsilon: float, dtype: Any) -> Array:
+def rms_norm(x: Array, scale: Array | None, epsilon: float, dtype: DTypeLike) -> Array:
     """x [..., E] / √(mean(x²) + epsilon) · scale [E], in `dtype`."""
     return forward(x, scale, epsilon, dtype)[0]
 
 
-def forward(x: Array, scale: Array | None, epsilon: float, dtype: Any) -> tuple[Array, Any]:
+def forward(x: Array, scale: Array | None, epsilon: float, dtype: DTypeLike) -> tuple[Array, Tree]:
     x32 = x.astype(jnp.float32)
     inverse_rms = jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + epsilon)
     return apply_scale(x32 * inverse_rms, scale).astype(dtype), (x, scale, inverse_rms)
 
 
-def backward(epsilon: float, dtype: Any, residuals: Any, dy: Array) -> tuple[Array, Array | None]:
+def backward(
+    epsilon: float, dtype: DTypeLike, residuals: Tree, dy: Array
+) -> tuple[Array, Array | None]:
     x, scale, inverse_rms = residuals
     unit = x.astype(jnp.float32) * inverse_rms
     dy = dy.astype(jnp.float32)

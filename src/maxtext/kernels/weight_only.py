@@ -26,6 +26,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from maxtext.common.gpu import is_nvidia, target_capability
 from maxtext.kernels.decode import small_batch_matmul as decode_matmul
@@ -57,7 +58,7 @@ PACKED_OFFSET = 8  # packed int4 values are stored from 1 to 15
 MIN_GROUP = 32  # with smaller groups, scales would take much of the memory that int4 saves
 
 
-def quantize(x: jax.Array, axes: tuple[int, ...], dtype: Any) -> tuple[jax.Array, jax.Array]:
+def quantize(x: jax.Array, axes: tuple[int, ...], dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
     """qvalue in `dtype`, int8 or int4, and float32 scales: one for all values along `axes`, which
     keep size 1.
     """
@@ -78,7 +79,7 @@ def quantize_nf4(x: jax.Array, axes: tuple[int, ...]) -> tuple[jax.Array, jax.Ar
     return jnp.searchsorted(boundaries, x / scale).astype(jnp.uint4), scale
 
 
-def dequantize(qvalue: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
+def dequantize(qvalue: jax.Array, scale: jax.Array, dtype: DTypeLike) -> jax.Array:
     """qvalue · scale, which must broadcast, rounded once, to `dtype`."""
     return (qvalue.astype(jnp.float32) * scale).astype(dtype)
 
@@ -119,7 +120,7 @@ class QuantizedWeight:
             raise TypeError("a quantized weight cannot be sliced: use weight[...]")
         return self
 
-    def astype(self, dtype: Any) -> jax.Array:
+    def astype(self, dtype: DTypeLike) -> jax.Array:
         num_groups = self.scale.shape
         values = unpack(self.qvalue)[..., : self.shape[-1]] if self.packed else self.qvalue
         if values.dtype == jnp.uint4 or self.packed == NF4:
@@ -148,14 +149,14 @@ def split_groups(shape: Sequence[int], num_groups: Sequence[int]) -> tuple[int, 
 def quantize_weight(
     x: jax.Array,
     contracted: Sequence[int],
-    dtype: Any,
+    dtype: DTypeLike,
     group: int | None = None,
     packed: bool = False,
 ) -> QuantizedWeight:
     """A weight whose matmul contracts the `contracted` dimensions, in `dtype` int8, int4 or nf4.
     At most `group` inputs share a scale, by default those of `MAX_GROUP`; in int8 all do. `packed`:
     four-bit values are stored two in a byte; the last dimension must be an output."""
-    name = dtype if dtype == NF4 else jnp.dtype(dtype).name
+    name = NF4 if dtype == NF4 else jnp.dtype(dtype).name
     max_group = MAX_GROUP[name] and (group or MAX_GROUP[name])
     num_groups = tuple(groups_per_dim(x.shape, contracted, max_group))
     within_group = tuple(range(1, 2 * x.ndim, 2))
@@ -207,7 +208,11 @@ def groups_per_dim(
 
 
 def weight_only_matmul(
-    x: jax.Array, weights: Sequence[Any], input_dims: int, dtype: Any, platform: str | None = None
+    x: jax.Array,
+    weights: Sequence[Any],
+    input_dims: int,
+    dtype: DTypeLike,
+    platform: str | None = None,
 ) -> list[jax.Array]:
     """x [..., inputs] times each weight [inputs, outputs], an array or a QuantizedWeight;
     `input_dims`: the number of input dimensions.
@@ -227,7 +232,7 @@ def weight_only_matmul(
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
 def frozen_matmuls(
-    x: jax.Array, weights: tuple[Any, ...], input_dims: int, dtype: Any, platform: str | None
+    x: jax.Array, weights: tuple[Any, ...], input_dims: int, dtype: DTypeLike, platform: str | None
 ) -> list[jax.Array]:
     """x in `dtype` times each weight, without gradients of the weights."""
     outer, inputs = x.shape[: x.ndim - input_dims], tuple(range(input_dims))
@@ -253,14 +258,14 @@ def frozen_matmuls(
 
 
 def frozen_matmuls_forward(
-    x: jax.Array, weights: tuple[Any, ...], input_dims: int, dtype: Any, platform: str | None
+    x: jax.Array, weights: tuple[Any, ...], input_dims: int, dtype: DTypeLike, platform: str | None
 ) -> tuple[list[jax.Array], tuple[Any, ...]]:
     return frozen_matmuls(x, weights, input_dims, dtype, platform), weights
 
 
 def frozen_matmuls_backward(
     input_dims: int,
-    dtype: Any,
+    dtype: DTypeLike,
     platform: str | None,
     weights: tuple[Any, ...],
     grads: Sequence[jax.Array],
@@ -280,7 +285,7 @@ def frozen_matmuls_backward(
 frozen_matmuls.defvjp(frozen_matmuls_forward, frozen_matmuls_backward)
 
 
-def xla_matmul(x: jax.Array, weight: Any, input_dims: int, dtype: Any) -> jax.Array:
+def xla_matmul(x: jax.Array, weight: Any, input_dims: int, dtype: DTypeLike) -> jax.Array:
     inputs = tuple(range(input_dims))
     dimensions = ((tuple(range(x.ndim - input_dims, x.ndim)), inputs), ((), ()))
     if not (isinstance(weight, QuantizedWeight) and weight.has_output_scale(inputs)):
@@ -292,5 +297,7 @@ def xla_matmul(x: jax.Array, weight: Any, input_dims: int, dtype: Any) -> jax.Ar
     return scale_outputs(y, weight, input_dims, dtype)
 
 
-def scale_outputs(y: jax.Array, weight: QuantizedWeight, input_dims: int, dtype: Any) -> jax.Array:
+def scale_outputs(
+    y: jax.Array, weight: QuantizedWeight, input_dims: int, dtype: DTypeLike
+) -> jax.Array:
     return (y * weight.scale.reshape(weight.scale.shape[input_dims:])).astype(dtype)

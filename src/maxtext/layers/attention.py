@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.typing import DTypeLike
 
 from maxtext.common.errors import ConfigError
 from maxtext.kernels.attention import (
@@ -86,7 +87,9 @@ class Attention(Sublayer):
     def unsupported_reason(cls, spec: AttentionSpec, context: BuildContext) -> str | None:
         return None
 
-    def __init__(self, initializer: Initializer, spec: AttentionSpec, embed_dim: int, dtype: Any):
+    def __init__(
+        self, initializer: Initializer, spec: AttentionSpec, embed_dim: int, dtype: DTypeLike
+    ):
         self.spec = spec
         self.dtype = dtype
         self.platform = initializer.context.platform
@@ -335,6 +338,8 @@ class PackedAttention(Attention):
 ATTENTIONS: tuple[type[Attention], ...] = (PackedAttention, Attention)
 
 
-def build(spec: AttentionSpec, initializer: Initializer, embed_dim: int, dtype: Any) -> Attention:
+def build(
+    spec: AttentionSpec, initializer: Initializer, embed_dim: int, dtype: DTypeLike
+) -> Attention:
     choice = choose(ATTENTIONS, spec, initializer.context)
     return choice.implementation(initializer, spec, embed_dim, dtype)

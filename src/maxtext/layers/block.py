@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
+from jax.typing import DTypeLike
 
 from maxtext.layers.aux_names import ATTENTION_OUTPUT
 from maxtext.layers.context import BuildContext
@@ -31,7 +32,7 @@ class Block(Sublayer):
     def unsupported_reason(cls, spec: LayerSpec, context: BuildContext) -> str | None:
         return None
 
-    def __init__(self, initializer: Initializer, spec: LayerSpec, dtype: Any):
+    def __init__(self, initializer: Initializer, spec: LayerSpec, dtype: DTypeLike):
         self.spec = spec
         dim = spec.embed_dim
         self.attention = spec.attention.build(initializer.child("attention"), dim, dtype)

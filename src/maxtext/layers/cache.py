@@ -22,6 +22,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from maxtext.kernels.attention import AUTOSELECTED, AttentionMask
 from maxtext.kernels.weight_only import dequantize, quantize
@@ -41,7 +42,7 @@ class CacheConfig:
 
     slots: int  # sequences at a time
     length: int  # tokens of a sequence, at most
-    dtype: Any
+    dtype: DTypeLike
     block_size: int | None = None  # tokens; None: `length`, one block for each slot
     num_blocks: int | None = None  # of all slots together; None: enough for each
     quantized: Any = None  # int8 or int4, with a scale for each token
@@ -305,7 +306,7 @@ def round_trip(store: Arrays, new: Arrays) -> tuple[Arrays, Arrays]:
     return stored, seen
 
 
-def load(store: Arrays, name: str, dtype: Any) -> jax.Array:
+def load(store: Arrays, name: str, dtype: DTypeLike) -> jax.Array:
     x = store[name]
     if name + SCALE not in store:
         return x.astype(dtype)

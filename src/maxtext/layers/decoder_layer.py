@@ -1,6 +1,6 @@
 """Builds a decoder layer from the fastest implementation that supports its spec."""
 
-from typing import Any
+from jax.typing import DTypeLike
 
 from maxtext.layers.block import Block, ParallelBlock
 from maxtext.layers.context import choose
@@ -28,6 +28,6 @@ BLOCKS: tuple[type[Block], ...] = (
 )
 
 
-def build(spec: LayerSpec, initializer: Initializer, dtype: Any) -> Block:
+def build(spec: LayerSpec, initializer: Initializer, dtype: DTypeLike) -> Block:
     choice = choose(BLOCKS, spec, initializer.context)
     return choice.implementation(initializer, spec, dtype)

@@ -1,11 +1,11 @@
 """Token embeddings, and learned and sinusoidal position embeddings."""
 
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 
 from maxtext.layers.adapters import AdapterInputs, LayerAdapter, adapter_inputs
 from maxtext.layers.lora import LowRank, SavedCopies, adapter_param, select_slots
@@ -23,9 +23,9 @@ class Embedding(nnx.Module):
         initializer: Initializer,
         vocab_size: int,
         embed_dim: int,
-        dtype: Any,
+        dtype: DTypeLike,
         one_hot: bool = False,
-        cast_to: Any = None,
+        cast_to: DTypeLike | None = None,
     ):
         self.dtype = dtype
         self.one_hot = one_hot
@@ -64,9 +64,9 @@ class AdaptedEmbedding(LowRank, Embedding):
         initializer: Initializer,
         vocab_size: int,
         embed_dim: int,
-        dtype: Any,
+        dtype: DTypeLike,
         one_hot: bool = False,
-        cast_to: Any = None,
+        cast_to: DTypeLike | None = None,
         adapter: LayerAdapter | None = None,
         copies: SavedCopies | None = None,
     ):
@@ -116,9 +116,9 @@ def build_embedding(
     initializer: Initializer,
     vocab_size: int,
     embed_dim: int,
-    dtype: Any,
+    dtype: DTypeLike,
     one_hot: bool,
-    cast_to: Any = None,
+    cast_to: DTypeLike | None = None,
 ) -> Embedding:
     """The embedding at the path of the initializer, with its adapters."""
     spec = initializer.context.adapters
@@ -141,7 +141,7 @@ def build_embedding(
 class Positions(nnx.Module):
     """[positions, E], added to the embeddings."""
 
-    def __init__(self, initializer: Initializer, count: int, embed_dim: int, dtype: Any):
+    def __init__(self, initializer: Initializer, count: int, embed_dim: int, dtype: DTypeLike):
         self.dtype = dtype
         self.embedding = initializer.normal(
             "embedding", (count, embed_dim), 1 / math.sqrt(embed_dim), (None, "embed_vocab")
@@ -152,7 +152,7 @@ class Positions(nnx.Module):
 
 
 def sinusoids(
-    positions: jax.Array, embed_dim: int, dtype: Any, max_timescale: float = 10_000.0
+    positions: jax.Array, embed_dim: int, dtype: DTypeLike, max_timescale: float = 10_000.0
 ) -> jax.Array:
     """Sinusoidal position embeddings (Attention Is All You Need): sines in the first half of the
     features, cosines in the second."""

@@ -31,13 +31,13 @@ import re
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
+from jax.typing import DTypeLike
 
 from maxtext.layers.inputs import LayerInputs
 from maxtext.layers.linear import build_linear
@@ -50,7 +50,9 @@ Uint64 = tuple[jax.Array, jax.Array]  # the high and the low 32 bits, uint32
 
 
 class Engram(nnx.Module):
-    def __init__(self, initializer: Initializer, spec: EngramSpec, embed_dim: int, dtype: Any):
+    def __init__(
+        self, initializer: Initializer, spec: EngramSpec, embed_dim: int, dtype: DTypeLike
+    ):
         self.spec = spec
         self.dtype = dtype
         k = spec.streams
@@ -235,5 +237,5 @@ def canonical(text: str) -> str:
     return plain if plain == " " else plain.strip() or text
 
 
-def build(spec: EngramSpec, initializer: Initializer, embed_dim: int, dtype: Any) -> Engram:
+def build(spec: EngramSpec, initializer: Initializer, embed_dim: int, dtype: DTypeLike) -> Engram:
     return Engram(initializer, spec, embed_dim, dtype)

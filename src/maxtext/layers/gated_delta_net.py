@@ -17,12 +17,12 @@ rule, the output's norm and its gate in float32.
 """
 
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
+from jax.typing import DTypeLike
 
 from maxtext.kernels.delta_rule import (
     causal_convolution,
@@ -43,7 +43,7 @@ INITIAL_RATES = (0.01, 16.0)  # bounds of the uniform distribution of initial de
 
 class GatedDeltaNet(Sublayer):
     def __init__(
-        self, initializer: Initializer, spec: GatedDeltaNetSpec, embed_dim: int, dtype: Any
+        self, initializer: Initializer, spec: GatedDeltaNetSpec, embed_dim: int, dtype: DTypeLike
     ):
         self.spec = spec
         self.dtype = dtype
@@ -177,7 +177,7 @@ def shard_heads(x: jax.Array) -> jax.Array:
 
 
 def build(
-    spec: GatedDeltaNetSpec, initializer: Initializer, embed_dim: int, dtype: Any
+    spec: GatedDeltaNetSpec, initializer: Initializer, embed_dim: int, dtype: DTypeLike
 ) -> GatedDeltaNet:
     return GatedDeltaNet(initializer, spec, embed_dim, dtype)
 

@@ -31,6 +31,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.typing import DTypeLike
 
 from maxtext.layers.parameters import Initializer
 from maxtext.layers.specs import HyperConnectionSpec
@@ -53,7 +54,7 @@ class HyperConnection(nnx.Module):
     """
 
     def __init__(
-        self, initializer: Initializer, spec: HyperConnectionSpec, embed_dim: int, dtype: Any
+        self, initializer: Initializer, spec: HyperConnectionSpec, embed_dim: int, dtype: DTypeLike
     ):
         self.spec = spec
         self.dtype = dtype
@@ -141,6 +142,6 @@ def collapse(streams: jax.Array) -> jax.Array:
 
 
 def build(
-    spec: HyperConnectionSpec, initializer: Initializer, embed_dim: int, dtype: Any
+    spec: HyperConnectionSpec, initializer: Initializer, embed_dim: int, dtype: DTypeLike
 ) -> HyperConnection:
     return HyperConnection(initializer, spec, embed_dim, dtype)

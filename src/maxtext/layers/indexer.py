@@ -18,11 +18,11 @@ a loss means dense warm-up: attention sees all keys, and both are over all visib
 """
 
 from dataclasses import replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 
 from maxtext.kernels.attention import (
     AttentionInputs,
@@ -53,7 +53,7 @@ class Indexer(nnx.Module):
         spec: IndexerSpec,
         embed_dim: int,
         query_rank: int,
-        dtype: Any,
+        dtype: DTypeLike,
     ):
         self.spec = spec
         heads, dim = spec.heads, spec.head_dim
@@ -172,7 +172,7 @@ def kl_divergence(scores: jax.Array, attention: AttentionInputs) -> jax.Array:
 
 
 def build(
-    spec: IndexerSpec, initializer: Initializer, embed_dim: int, query_rank: int, dtype: Any
+    spec: IndexerSpec, initializer: Initializer, embed_dim: int, query_rank: int, dtype: DTypeLike
 ) -> Indexer:
     return Indexer(initializer, spec, embed_dim, query_rank, dtype)
 

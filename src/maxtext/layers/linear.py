@@ -13,8 +13,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.custom_derivatives import SymbolicZero
+from jax.typing import DTypeLike
 
 from maxtext.common.trees import flatten_dict, unflatten_dict
+from maxtext.common.types import Tree
 from maxtext.kernels.decode import gemv
 from maxtext.kernels.fp8.quantize import sum_products
 from maxtext.kernels.quantized_matmul import quantized_matmul
@@ -29,7 +31,7 @@ from maxtext.layers.lora import (
     packed_a,
     split_columns,
 )
-from maxtext.layers.parameters import Initializer, Template, Tree
+from maxtext.layers.parameters import Initializer, Template
 from maxtext.layers.weight_layout import (
     WeightLayout,
     pack,
@@ -43,7 +45,7 @@ class LinearSpec:
     in_shape: tuple[int, ...]
     out_shape: tuple[int, ...]
     axes: tuple[str | None, ...]  # logical axes of the weight [*in_shape, *out_shape]
-    dtype: Any
+    dtype: DTypeLike
     bias: bool = False
     exact: bool = False  # computed in `dtype`, whatever the precision of the context is
     adapter: LayerAdapter | None = None
@@ -208,7 +210,7 @@ class PackedLinear(nnx.Module):
         *,
         in_shape: Sequence[int],
         out_shapes: Sequence[Sequence[int]],
-        dtype: Any,
+        dtype: DTypeLike,
         bias: bool = False,
     ):
         self.layout = WeightLayout(
@@ -284,7 +286,7 @@ def build_linear(
     in_shape: Sequence[int],
     out_shape: Sequence[int],
     axes: Sequence[str | None],
-    dtype: Any,
+    dtype: DTypeLike,
     bias: bool = False,
     exact: bool = False,
 ) -> Linear:
@@ -368,7 +370,7 @@ copies.defvjp(
 
 
 @jax.custom_jvp
-def order_weight_grads(x: Any, weights: Any) -> tuple[Any, Any]:
+def order_weight_grads(x: Any, weights: Tree) -> tuple[Any, Any]:
     """Both unchanged. In the backward pass, dw is computed before dx is used.
 
     A compiler may postpone dw, which nothing waits for, and keep the activations that it needs

@@ -26,10 +26,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.typing import DTypeLike
 
+from maxtext.common.types import Tree
 from maxtext.layers.adapters import GAUSSIAN, AdapterInputs, AdapterSpec, LayerAdapter
 from maxtext.layers.dropout import dropout
-from maxtext.layers.parameters import Initializer, Template, Tree
+from maxtext.layers.parameters import Initializer, Template
 from maxtext.layers.weight_layout import WeightLayout
 
 PREFIX = "lora_"  # of the parameters of adapters
@@ -46,7 +48,7 @@ class LowRank:
         in_shape: Sequence[int],
         out_shape: Sequence[int],
         axes: Sequence[str | None],
-        dtype: Any,
+        dtype: DTypeLike,
         weight: jax.Array | None = None,
     ) -> None:
         """`axes` are those of the weight; `dtype` that of the computation; `weight` gives DoRA's
@@ -165,7 +167,7 @@ class PackedAdapter:
     def slots(self) -> int:
         return self.spec.slots
 
-    def params(self, dtype: Any) -> tuple[nnx.Param, nnx.Param]:
+    def params(self, dtype: DTypeLike) -> tuple[nnx.Param, nnx.Param]:
         """lora_a and lora_b, which a layer casts to `dtype`."""
         columns = (self.slots or 1) * sum(self.ranks)
         outputs = sum(map(math.prod, self.out_shapes))
@@ -279,14 +281,14 @@ class SavedCopies(nnx.Module):
     modules_to_save. lora_weight [k, *shape]; lora_copy [n + 1] is the copy of each adapter, counted
     from 1; 0: none."""
 
-    def __init__(self, count: int, slots: int, shape: Sequence[int], dtype: Any):
+    def __init__(self, count: int, slots: int, shape: Sequence[int], dtype: DTypeLike):
         axes = (None,) * (len(shape) + 1)
         self.lora_weight = adapter_param(jnp.zeros((count, *shape), dtype), axes)
         self.lora_copy = adapter_param(jnp.zeros(slots + 1, jnp.int32), (None,))
 
     @classmethod
     def of(
-        cls, spec: AdapterSpec | None, module: str, shape: Sequence[int], dtype: Any
+        cls, spec: AdapterSpec | None, module: str, shape: Sequence[int], dtype: DTypeLike
     ) -> "SavedCopies | None":
         if spec is None or not spec.slots or not spec.saves(module):
             return None
@@ -304,7 +306,9 @@ class SavedCopies(nnx.Module):
         return y
 
 
-def adapter_param(value: jax.Array, axes: Sequence[str | None], cast_to: Any = None) -> nnx.Param:
+def adapter_param(
+    value: jax.Array, axes: Sequence[str | None], cast_to: DTypeLike | None = None
+) -> nnx.Param:
     """`cast_to`: the dtype to which the layer casts the values before it uses them."""
     return nnx.Param(value, axes=tuple(axes), trained=True, fixed_dtype=True, cast_to=cast_to)
 

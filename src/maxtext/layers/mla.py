@@ -17,11 +17,10 @@ keys [R + P] and values [R]. A cache then holds latents, which are much smaller;
 costs more, since R is larger than N and V.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.typing import DTypeLike
 
 from maxtext.common.errors import ConfigError
 from maxtext.kernels.attention import (
@@ -46,7 +45,7 @@ INDEX_KEY = "index_key"
 
 
 class Mla(Sublayer):
-    def __init__(self, initializer: Initializer, spec: MlaSpec, embed_dim: int, dtype: Any):
+    def __init__(self, initializer: Initializer, spec: MlaSpec, embed_dim: int, dtype: DTypeLike):
         self.platform = initializer.context.platform
         self.spec = spec
         self.dtype = dtype
@@ -237,7 +236,7 @@ class Mla(Sublayer):
         return checkpoint_name(constrain(query, *names), "query_proj")
 
 
-def build(spec: MlaSpec, initializer: Initializer, embed_dim: int, dtype: Any) -> Mla:
+def build(spec: MlaSpec, initializer: Initializer, embed_dim: int, dtype: DTypeLike) -> Mla:
     return Mla(initializer, spec, embed_dim, dtype)
 
 

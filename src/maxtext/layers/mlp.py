@@ -3,11 +3,11 @@
 import functools
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.typing import DTypeLike
 
 from maxtext.layers.context import INFERENCE, BuildContext, choose
 from maxtext.layers.dropout import dropout
@@ -67,7 +67,7 @@ class Mlp(Sublayer):
     def unsupported_reason(cls, spec: MlpSpec, context: BuildContext) -> str | None:
         return None
 
-    def __init__(self, initializer: Initializer, spec: MlpSpec, embed_dim: int, dtype: Any):
+    def __init__(self, initializer: Initializer, spec: MlpSpec, embed_dim: int, dtype: DTypeLike):
         self.spec = spec
         self.dtype = dtype
         self.build_branches(initializer, embed_dim)
@@ -151,6 +151,6 @@ class PackedMlp(Mlp):
 MLPS: tuple[type[Mlp], ...] = (PackedMlp, Mlp)
 
 
-def build(spec: MlpSpec, initializer: Initializer, embed_dim: int, dtype: Any) -> Mlp:
+def build(spec: MlpSpec, initializer: Initializer, embed_dim: int, dtype: DTypeLike) -> Mlp:
     choice = choose(MLPS, spec, initializer.context)
     return choice.implementation(initializer, spec, embed_dim, dtype)

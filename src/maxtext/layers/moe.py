@@ -23,12 +23,12 @@ goes to no expert: it uses no capacity, is not counted, and routed experts add n
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
+from jax.typing import DTypeLike
 
 from maxtext.kernels.weight_only import QuantizedWeight, dequantize
 from maxtext.layers import aux_names
@@ -54,7 +54,7 @@ class ExpertLinear(nnx.Module):
         inputs: int,
         outputs: int,
         axes: tuple[str, str],
-        dtype: Any,
+        dtype: DTypeLike,
     ):
         self.dtype = dtype
         experts = spec.router.experts
@@ -139,7 +139,7 @@ class ExpertLinear(nnx.Module):
 
 
 class Experts(nnx.Module):
-    def __init__(self, initializer: Initializer, spec: MoeSpec, embed_dim: int, dtype: Any):
+    def __init__(self, initializer: Initializer, spec: MoeSpec, embed_dim: int, dtype: DTypeLike):
         self.spec = spec
         self.dtype = dtype
         count = len(spec.activations)
@@ -187,7 +187,7 @@ def tag(x: jax.Array, name: str) -> jax.Array:
 
 
 class Moe(Sublayer):
-    def __init__(self, initializer: Initializer, spec: MoeSpec, embed_dim: int, dtype: Any):
+    def __init__(self, initializer: Initializer, spec: MoeSpec, embed_dim: int, dtype: DTypeLike):
         self.spec = spec
         self.dtype = dtype
         self.context = initializer.context
@@ -330,5 +330,5 @@ def expert_capacity(length: int, topk: int, experts: int, factor: float) -> int:
     return int(max(math.ceil(length * topk / experts) * factor, factor))
 
 
-def build(spec: MoeSpec, initializer: Initializer, embed_dim: int, dtype: Any) -> Moe:
+def build(spec: MoeSpec, initializer: Initializer, embed_dim: int, dtype: DTypeLike) -> Moe:
     return Moe(initializer, spec, embed_dim, dtype)

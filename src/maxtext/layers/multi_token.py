@@ -25,6 +25,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 
 from maxtext.layers.hyper_connections import collapse, expand
 from maxtext.layers.inputs import Aux, LayerInputs
@@ -47,7 +48,7 @@ class MultiTokenSpec:
         self,
         initializer: Initializer,
         embed_dim: int,
-        dtype: Any,
+        dtype: DTypeLike,
         remat: RematTensors | None = None,
     ) -> "MultiToken":
         return MultiToken(initializer, self, embed_dim, dtype, remat)
@@ -59,7 +60,7 @@ class MultiToken(nnx.Module):
         initializer: Initializer,
         spec: MultiTokenSpec,
         embed_dim: int,
-        dtype: Any,
+        dtype: DTypeLike,
         remat: RematTensors | None = None,
     ):
         self.remat = remat
@@ -105,7 +106,9 @@ class MultiToken(nnx.Module):
 
 
 class MultiTokenLayer(nnx.Module):
-    def __init__(self, initializer: Initializer, spec: MultiTokenSpec, embed_dim: int, dtype: Any):
+    def __init__(
+        self, initializer: Initializer, spec: MultiTokenSpec, embed_dim: int, dtype: DTypeLike
+    ):
         self.streams = spec.streams
         self.embedding_norm = Norm(initializer, spec.norm, embed_dim, dtype)
         self.hidden_norm = Norm(initializer, spec.norm, embed_dim, dtype)

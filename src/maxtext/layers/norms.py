@@ -1,10 +1,9 @@
 """RMSNorm and LayerNorm over the last dimension, computed in float32."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 
 from maxtext.kernels.rms_norm import rms_norm
 from maxtext.layers.parameters import Initializer
@@ -19,7 +18,7 @@ class Norm(nnx.Module):
         initializer: Initializer,
         spec: NormSpec,
         dim: int,
-        dtype: Any,
+        dtype: DTypeLike,
         axis: str | None = "norm",
         heads: int | None = None,
     ):

@@ -15,11 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.typing import DTypeLike
 
 from maxtext.common import hash_rng
+from maxtext.common.types import Tree
 from maxtext.layers.context import REFERENCE, BuildContext
 
-Tree = Any
 # quantize(weight, its contracted dimensions, initializer) -> an array, or quantized parts
 Quantize = Callable[[jax.Array, tuple[int, ...], "Initializer"], Any]
 
@@ -32,7 +33,7 @@ class Initializer:
     """
 
     key: jax.Array | None
-    dtype: Any
+    dtype: DTypeLike
     init_scale: float = 1.0  # variance of a weight times its fan-in
     context: BuildContext = REFERENCE
     # The weights of equal layers are created in a loop: with a copy of the code for each layer, XLA
@@ -68,7 +69,7 @@ class Initializer:
         out_shape: Sequence[int],
         axes: Sequence[str | None],
         contracted: Sequence[int] = (),
-        cast_to: Any = None,
+        cast_to: DTypeLike | None = None,
     ) -> nnx.Param:
         """A weight [*in_shape, *out_shape]: truncated normal with variance init_scale / fan-in.
 
@@ -89,7 +90,7 @@ class Initializer:
         shape: Sequence[int],
         deviation: float,
         axes: Sequence[str | None],
-        cast_to: Any = None,
+        cast_to: DTypeLike | None = None,
     ) -> nnx.Param:
         """`cast_to`: as in `weight`."""
         unit = self.standard_normal(name, tuple(shape))
@@ -102,7 +103,7 @@ class Initializer:
         value: float,
         axes: Sequence[str | None],
         trained: bool = True,
-        dtype: Any = None,
+        dtype: DTypeLike | None = None,
     ) -> nnx.Param:
         """`trained`: false for a parameter that no optimizer may update. `dtype`: fixes the dtype
         of this parameter in every model and folder, whatever `weight_dtype` is."""
@@ -265,7 +266,7 @@ class Template:
         layers cast are already cast, unless that would make them larger. All others, as norms
         and the biases of routers, keep their dtype."""
 
-        def cast(dtype: Any, weight: Any) -> Any:
+        def cast(dtype: DTypeLike, weight: Any) -> Any:
             is_smaller = dtype != "" and jnp.dtype(dtype).itemsize <= weight.dtype.itemsize
             return weight.astype(dtype) if is_smaller else weight
 

@@ -14,17 +14,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Format, Layout
+from jax.typing import DTypeLike
 
+from maxtext.common.types import Tree
 from maxtext.kernels.weight_only import QuantizedWeight, quantize_weight
 from maxtext.layers.adapters import HEAD
 from maxtext.layers.context import BuildContext
-from maxtext.layers.parameters import Initializer, Quantize, Template, Tree
+from maxtext.layers.parameters import Initializer, Quantize, Template
 
 
 def quantize_weights(
     template: Template,
     weights: Tree,
-    dtype: Any,
+    dtype: DTypeLike | None,
     group: int | None = None,
     head: bool = True,
 ) -> Tree:
@@ -41,7 +43,9 @@ def quantize_weights(
     )
 
 
-def initial_quantizer(dtype: Any, group: int | None = None, head: bool = True) -> Quantize | None:
+def initial_quantizer(
+    dtype: DTypeLike | None, group: int | None = None, head: bool = True
+) -> Quantize | None:
     """For `Initializer.quantize`; the same weights are quantized as in `quantize_weights`."""
     if dtype is None:
         return None
@@ -70,7 +74,7 @@ def quantize_base(template: Template, weights: Tree, dtype: str, group: int) -> 
 
 
 def abstract_quantized(
-    template: Template, dtype: Any, group: int | None = None, head: bool = True
+    template: Template, dtype: DTypeLike | None, group: int | None = None, head: bool = True
 ) -> tuple[Tree, Tree]:
     """The logical axes and the abstract weights of the model quantized to `dtype`, if not None;
     `group` and `head` are as in `quantize_weights`.

@@ -18,11 +18,12 @@ A router computes logits of all experts, scores from them, and selects the top k
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 
 from maxtext.layers.adapters import LayerAdapter, adapter_inputs
 from maxtext.layers.lora import LowRank, down_project
@@ -43,7 +44,9 @@ class Routing(NamedTuple):
 class Router(nnx.Module):
     """x [B, S, E] -> Routing."""
 
-    def __init__(self, initializer: Initializer, spec: RouterSpec, embed_dim: int, dtype: Any):
+    def __init__(
+        self, initializer: Initializer, spec: RouterSpec, embed_dim: int, dtype: DTypeLike
+    ):
         self.spec = spec
         self.dtype = jnp.dtype(jnp.float32 if spec.float32 else dtype)
         self.weight = initializer.weight("weight", (embed_dim,), (spec.experts,), ("embed", "exp"))
@@ -139,7 +142,7 @@ class LoRARouter(LowRank, Router):
         initializer: Initializer,
         spec: RouterSpec,
         embed_dim: int,
-        dtype: Any,
+        dtype: DTypeLike,
         adapter: LayerAdapter,
     ):
         super().__init__(initializer, spec, embed_dim, dtype)
@@ -225,7 +228,7 @@ def updated_bias(bias: jax.Array, load: jax.Array, rate: float) -> jax.Array:
     return bias + rate * jnp.sign(jnp.mean(load, axis=-1, keepdims=True) - load)
 
 
-def build(spec: RouterSpec, initializer: Initializer, embed_dim: int, dtype: Any) -> Router:
+def build(spec: RouterSpec, initializer: Initializer, embed_dim: int, dtype: DTypeLike) -> Router:
     adapters = initializer.context.adapters
     adapter = None if adapters is None else adapters.at(initializer.paths)
     if adapter is None:

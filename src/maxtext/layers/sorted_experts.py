@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import DTypeLike
 
 from maxtext.kernels import all_to_all, grouped_matmul
 from maxtext.kernels.fp8.grouped_matmul import grouped_matmul_fp8
@@ -65,8 +66,8 @@ RunExperts = Callable[[Array, Any], Array]  # of sorted rows and their order
 class SortedExperts:
     spec: MoeSpec
     mlp: ExpertMlp
-    dtype: Any
-    sum_dtype: Any
+    dtype: DTypeLike
+    sum_dtype: DTypeLike
     context: BuildContext = REFERENCE
 
     def __call__(

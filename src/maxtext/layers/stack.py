@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 
 from maxtext.kernels.attention import OUTPUT_PRIMITIVES
 from maxtext.layers.adapters import use_adapter_inputs
@@ -59,7 +60,7 @@ class RematTensors:
         return jax.checkpoint(function, policy=policy, prevent_cse=not in_scan)
 
 
-def build(spec: Spec, dtype: Any, initializer: Initializer) -> Sublayer:
+def build(spec: Spec, dtype: DTypeLike, initializer: Initializer) -> Sublayer:
     return spec.build(initializer, dtype)
 
 
@@ -72,7 +73,7 @@ class Stack(nnx.Module):
         segment: Segment,
         *,
         first_layer: int,
-        dtype: Any,
+        dtype: DTypeLike,
         scanned: bool,
         scan_axis: int,
         remat: RematTensors | None,

@@ -18,11 +18,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.typing import DTypeLike
 
 from maxtext.common.trees import flatten_dict, unflatten_dict
+from maxtext.common.types import Tree
 from maxtext.kernels.decode import gemv
 from maxtext.layers.context import BuildContext
-from maxtext.layers.parameters import Template, Tree
+from maxtext.layers.parameters import Template
 
 SMALL = 2**20  # elements below which the layout of a weight does not matter
 Path = tuple[Any, ...]
@@ -47,15 +49,15 @@ class WeightLayout:
         inputs, outputs = math.prod(self.in_shape), sum(map(math.prod, self.out_shapes))
         return (outputs, inputs) if self.transposed else (inputs, outputs)
 
-    def weight(self, dtype: Any) -> nnx.Param:
+    def weight(self, dtype: DTypeLike) -> nnx.Param:
         """A parameter of this layout, to be filled by `pack_weights`."""
         return nnx.Param(jnp.zeros(self.matrix_shape, dtype), axes=(None, None), layout=self)
 
-    def bias(self, dtype: Any) -> nnx.Param:
+    def bias(self, dtype: DTypeLike) -> nnx.Param:
         outputs = sum(map(math.prod, self.out_shapes))
         return nnx.Param(jnp.zeros(outputs, dtype), axes=(None,), layout=self)
 
-    def use_gemv(self, weight_dtype: Any, dtype: Any) -> bool:
+    def use_gemv(self, weight_dtype: DTypeLike, dtype: DTypeLike) -> bool:
         """Whether the GEMV kernel takes each projection."""
         depth = math.prod(self.in_shape)
         supported = all(gemv.supports(depth, math.prod(n), dtype) for n in self.out_shapes)
@@ -188,7 +190,7 @@ def unpack_weights(template: Template, weights: Tree) -> Tree:
     return unflatten_dict(unpacked)
 
 
-def gemv_unsupported_reason(template: Template, dtype: Any) -> str | None:
+def gemv_unsupported_reason(template: Template, dtype: DTypeLike) -> str | None:
     """Why the GEMV kernel does not take every large weight of a model that computes in `dtype`;
     None if it does. Embeddings are looked up, not multiplied."""
     for path, variable in nnx.to_flat_state(template.state):

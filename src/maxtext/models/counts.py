@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 
+from maxtext.common.types import Tree
 from maxtext.configs.types import MaxTextConfig
 from maxtext.models.flops import layer_flops
 from maxtext.models.registry import layers
@@ -51,11 +52,11 @@ MATRICES = ("weight", "lora_a", "lora_b")
 NOT_MULTIPLIED = ("embedding", "norms", "n-gram memory", "hyper-connections")
 
 
-def parameter_count(weights: Any) -> int:
+def parameter_count(weights: Tree) -> int:
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(weights))
 
 
-def active_count(config: MaxTextConfig, weights: Any) -> int:
+def active_count(config: MaxTextConfig, weights: Tree) -> int:
     """The parameters that a token uses: of the experts, those chosen for it; all others in full,
     embedding and output head included."""
     parts = breakdown(weights)
@@ -63,7 +64,7 @@ def active_count(config: MaxTextConfig, weights: Any) -> int:
     return sum(parts.values()) + experts * config.num_experts_per_tok // config.num_experts
 
 
-def breakdown(weights: Any) -> dict[str, int]:
+def breakdown(weights: Tree) -> dict[str, int]:
     """Parameters by part, for the parts that the model has."""
     counts: dict[str, int] = {}
     for path, leaf in jax.tree.leaves_with_path(weights):
@@ -90,7 +91,9 @@ def forward_flops_per_token(config: MaxTextConfig, length: int | None = None) ->
     return flops
 
 
-def train_flops_per_token(config: MaxTextConfig, frozen: Any = None, adapters: Any = None) -> float:
+def train_flops_per_token(
+    config: MaxTextConfig, frozen: Tree | None = None, adapters: Any = None
+) -> float:
     """FLOPs of a training step: 3 F - W(frozen) + 3 W(adapters).
 
     F are the FLOPs of a forward pass, W those of one product with each of the given matrices. The
@@ -102,7 +105,7 @@ def train_flops_per_token(config: MaxTextConfig, frozen: Any = None, adapters: A
     return flops + 3 * weight_flops_per_token(config, adapters)
 
 
-def weight_flops_per_token(config: MaxTextConfig, weights: Any) -> float:
+def weight_flops_per_token(config: MaxTextConfig, weights: Tree) -> float:
     """FLOPs of the products of a token with matrices, 2 for each weight that it uses: of routed
     experts those chosen for it, and of embeddings none, unless the embedding is the head."""
     flops = 0.0

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jax.typing import DTypeLike
 
 from maxtext.kernels.cross_entropy import tiled_cross_entropy
 from maxtext.kernels.fp8 import cross_entropy as fp8_cross_entropy
@@ -22,7 +23,7 @@ from maxtext.layers.linear import order_weight_grads
 class HeadSpec:
     embed_dim: int
     vocab_size: int
-    dtype: Any
+    dtype: DTypeLike
     exact: bool  # not in the precision of the other matmuls
     tied: bool  # the weight is the embedding
     capped: bool  # logits have a soft cap

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 from maxtext.common.errors import UserError
+from maxtext.common.types import Json
 from maxtext.configs.types import MaxTextConfig
-from maxtext.hf.config_json import Field, FieldGroup, Json, LayerSpecs, ModelSettings
+from maxtext.hf.config_json import Field, FieldGroup, LayerSpecs, ModelSettings
 from maxtext.hf.rope_parameters import (
     ROPE_DEFAULTS,
     rope_fields,

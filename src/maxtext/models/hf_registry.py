@@ -7,12 +7,13 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from maxtext.common.errors import ConfigError, UserError
+from maxtext.common.types import Json
 from maxtext.configs.derive import Devices
 from maxtext.configs.provenance import Layer, Setting, Source
 from maxtext.configs.sources import from_python
 from maxtext.configs.types import MaxTextConfig
 from maxtext.hf import schema
-from maxtext.hf.config_json import HfMapping, Json
+from maxtext.hf.config_json import HfMapping
 from maxtext.hf.quantized import quantized_format
 from maxtext.hf.rules import Rule
 from maxtext.models.configuration import load

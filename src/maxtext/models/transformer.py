@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 
 from maxtext.common import hash_rng
 from maxtext.common.errors import ConfigError
@@ -272,7 +273,9 @@ def final_norm(config: MaxTextConfig) -> NormSpec:
     return getattr(layers(config)[-1], "norm", None) or norm_spec(config)
 
 
-def multi_token(config: MaxTextConfig, initializer: Initializer, dtype: Any) -> MultiToken | None:
+def multi_token(
+    config: MaxTextConfig, initializer: Initializer, dtype: DTypeLike
+) -> MultiToken | None:
     """Layers like the last one that predict further tokens."""
     if not config.mtp_num_layers:
         return None

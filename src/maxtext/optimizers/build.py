@@ -21,6 +21,7 @@ import optax
 
 from maxtext.common.errors import ConfigError
 from maxtext.common.log import LOGGER
+from maxtext.common.types import Tree
 from maxtext.configs.sources import is_preset
 from maxtext.configs.types import MaxTextConfig
 from maxtext.optimizers.moments import cast_to_float32, scale_by_adam_pax, scale_by_adamw
@@ -44,7 +45,7 @@ SKIP_KEYS = ("skip_step_interval", "skip_step_scaling_factor")
 
 
 def build_optimizer(
-    config: MaxTextConfig, axis_names: Any, trained: Any = None
+    config: MaxTextConfig, axis_names: Tree, trained: Tree | None = None
 ) -> optax.GradientTransformationExtraArgs:
     """The optimizer for parameters in the tree of `axis_names`, whose leaves are tuples of logical
     axis names. `trained` is a tree of bools, false for parameters that the model updates itself.
@@ -64,8 +65,8 @@ def build_optimizer(
 
 
 def trainable_mask(
-    config: MaxTextConfig, axis_names: Any, trained: Any = None, warn: bool = True
-) -> Any:
+    config: MaxTextConfig, axis_names: Tree, trained: Tree | None = None, warn: bool = True
+) -> Tree:
     """A tree of bools: whether the optimizer updates a parameter. The others are frozen: those that
     trainable_parameters_mask does not match, and those that are false in `trained`.
 
@@ -82,14 +83,14 @@ def trainable_mask(
     return trainable
 
 
-def _group(trainable: bool, dimensions: Any) -> str:
+def _group(trainable: bool, dimensions: Tree) -> str:
     if not trainable:
         return "frozen"
     return "main" if dimensions is None else "matrix"
 
 
 def _rules(
-    config: MaxTextConfig, paths: Any, groups: Any, dimensions: Any
+    config: MaxTextConfig, paths: Tree, groups: Tree, dimensions: Tree
 ) -> dict[str, optax.GradientTransformation]:
     """The transformation of each group that occurs."""
     schedule = learning_rate_schedule(config)

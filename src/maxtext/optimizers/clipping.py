@@ -4,13 +4,13 @@ The norm is the square root of the sum of squares over all leaves, in float32 fo
 gradients: in bfloat16 a sum over millions of entries stops growing.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
+from maxtext.common.types import Tree
 
-def global_norm(tree: Any) -> jax.Array:
+
+def global_norm(tree: Tree) -> jax.Array:
     return jnp.sqrt(sum(map(sum_of_squares, jax.tree.leaves(tree)), jnp.float32(0)))
 
 
@@ -19,7 +19,7 @@ def sum_of_squares(x: jax.Array) -> jax.Array:
     return jnp.sum(jnp.square(x.astype(jnp.float32)))
 
 
-def clip_by_global_norm(grads: Any, threshold: float) -> tuple[Any, jax.Array, jax.Array]:
+def clip_by_global_norm(grads: Tree, threshold: float) -> tuple[Tree, jax.Array, jax.Array]:
     """(gradients with a norm of at most `threshold`, raw norm, norm after clipping).
 
     A threshold of 0 disables clipping. Leaves keep their dtypes. A non-finite norm stays

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from maxtext.common.types import Tree
 from maxtext.configs.types import MaxTextConfig
 
 
@@ -34,8 +35,8 @@ def per_leaf(rule: optax.GradientTransformation) -> optax.GradientTransformation
         return update, state.mu, state.nu
 
     def update(
-        grads: Any, state: optax.ScaleByAdamState, params: Any = None
-    ) -> tuple[Any, optax.ScaleByAdamState]:
+        grads: Tree, state: optax.ScaleByAdamState, params: Tree | None = None
+    ) -> tuple[Tree, optax.ScaleByAdamState]:
         results = jax.tree.map(
             lambda *leaves: update_leaf(*leaves, state.count), grads, state.mu, state.nu
         )
@@ -50,15 +51,15 @@ def per_leaf(rule: optax.GradientTransformation) -> optax.GradientTransformation
 
 
 def scale_by_adam_pax(config: MaxTextConfig) -> optax.GradientTransformation:
-    def init(params: Any) -> optax.ScaleByAdamState:
+    def init(params: Tree) -> optax.ScaleByAdamState:
         count = jnp.zeros([], jnp.int32)
         return optax.ScaleByAdamState(
             count, optax.tree.zeros_like(params), optax.tree.zeros_like(params)
         )
 
     def update(
-        grads: Any, state: optax.ScaleByAdamState, params: Any = None
-    ) -> tuple[Any, optax.ScaleByAdamState]:
+        grads: Tree, state: optax.ScaleByAdamState, params: Tree | None = None
+    ) -> tuple[Tree, optax.ScaleByAdamState]:
         count = optax.safe_increment(state.count)
         squares = jax.tree.map(jnp.square, grads)
         mu = _unbiased_average(grads, state.mu, config.adam_b1, count)
@@ -71,7 +72,7 @@ def scale_by_adam_pax(config: MaxTextConfig) -> optax.GradientTransformation:
     return in_float32(optax.GradientTransformation(init, update), config)
 
 
-def _unbiased_average(values: Any, average: Any, decay: float, count: jax.Array) -> Any:
+def _unbiased_average(values: Tree, average: Tree, decay: float, count: jax.Array) -> Tree:
     corrected = decay * (1 - decay ** (count - 1)) / (1 - decay**count)
     return jax.tree.map(
         lambda value, old: corrected * old + (1 - corrected) * value, values, average
@@ -96,13 +97,13 @@ def in_float32(
     """
     mu_dtype = jnp.dtype(config.mu_dtype) if config.mu_dtype else None
 
-    def init(params: Any) -> Any:
+    def init(params: Tree) -> Tree:
         state = rule.init(optax.tree.cast(params, jnp.float32))
         return state._replace(
             mu=jax.tree.map(lambda mu, param: mu.astype(mu_dtype or param.dtype), state.mu, params)
         )
 
-    def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    def update(grads: Tree, state: Tree, params: Tree | None = None) -> tuple[Tree, Tree]:
         float_state = state._replace(mu=optax.tree.cast(state.mu, jnp.float32))
         float_grads = optax.tree.cast(grads, jnp.float32)
         updates, new = rule.update(float_grads, float_state, params)

@@ -16,13 +16,13 @@ in)), or, when muon_consistent_rms is set, by muon_consistent_rms * sqrt(max(in,
 """
 
 import math
-from typing import Any
 
 import jax
 import optax
 from optax.contrib import MuonDimensionNumbers
 
 from maxtext.common.errors import ConfigError
+from maxtext.common.types import Tree
 from maxtext.configs.types import MaxTextConfig
 from maxtext.optimizers.moments import in_float32
 
@@ -69,7 +69,7 @@ def dimension_numbers(path: str, axes: AxisNames) -> MuonDimensionNumbers | None
     return MuonDimensionNumbers(reduction_axis=inputs, output_axis=outputs)
 
 
-def scale_by_muon(config: MaxTextConfig, dimensions: Any) -> optax.GradientTransformation:
+def scale_by_muon(config: MaxTextConfig, dimensions: Tree) -> optax.GradientTransformation:
     """`dimensions`: the tree of parameters, with optax.MaskedNode for those of other groups."""
     momentum = optax.contrib.scale_by_muon(
         beta=config.muon_beta, weight_dimension_numbers=dimensions

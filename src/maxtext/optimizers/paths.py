@@ -13,9 +13,10 @@ import jax
 
 from maxtext.common.errors import ConfigError
 from maxtext.common.log import LOGGER
+from maxtext.common.types import Tree
 
 
-def parameter_paths(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:
+def parameter_paths(tree: Tree, is_leaf: Callable[[Any], bool] | None = None) -> Tree:
     """The tree with each leaf replaced by its path."""
     return jax.tree_util.tree_map_with_path(
         lambda path, _: jax.tree_util.keystr(path, simple=True, separator="/"),
@@ -25,8 +26,8 @@ def parameter_paths(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> 
 
 
 def match_patterns(
-    key: str, patterns: Sequence[str], paths: Any, warn: bool = True, required: bool = True
-) -> Any:
+    key: str, patterns: Sequence[str], paths: Tree, warn: bool = True, required: bool = True
+) -> Tree:
     """A tree of bools: whether any pattern of the configuration key `key` matches the path.
 
     Raises ConfigError if no pattern matches any path: a typo would freeze or decay the wrong

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import optax
 
 from maxtext.common.errors import ConfigError
+from maxtext.common.types import Tree
 from maxtext.configs.types import MaxTextConfig
 
 
@@ -43,21 +44,21 @@ def skip_spikes(
             "a standard deviation needs at least 2 steps"
         )
 
-    def init(params: Any) -> SpikeState:
+    def init(params: Tree) -> SpikeState:
         window = jnp.zeros(interval, jnp.float32)
         return SpikeState(
             window, window, jnp.zeros([], jnp.int32), jnp.zeros([], jnp.bool_), inner.init(params)
         )
 
     def update(
-        grads: Any,
+        grads: Tree,
         state: SpikeState,
-        params: Any = None,
+        params: Tree | None = None,
         *,
         loss: Any,
         raw_grad_norm: Any,
         **extra_args: Any,
-    ) -> tuple[Any, SpikeState]:
+    ) -> tuple[Tree, SpikeState]:
         loss, norm = jnp.asarray(loss, jnp.float32), jnp.asarray(raw_grad_norm, jnp.float32)
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
         is_ready = (2 * state.recorded >= interval) & (state.recorded >= 2)

@@ -13,10 +13,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from maxtext.common.types import Tree
 from maxtext.sharding.rules import Axes, AxisRules, active_rules, use_rules
 
 
-def with_explicit_sharding(function: Callable[..., Any], shardings: Any) -> Callable[..., Any]:
+def with_explicit_sharding(function: Callable[..., Any], shardings: Tree) -> Callable[..., Any]:
     """`function` with shardings in types; `shardings` are those of its arguments.
 
     To be traced under `jax.set_mesh`.
@@ -72,7 +73,7 @@ def auto_sharded_like_first(function: Callable[..., Any], *args: Any) -> Any:
     return jax.sharding.auto_axes(function, out_sharding=specs)(*args)
 
 
-def zeros_like(tree: Any) -> Any:
+def zeros_like(tree: Tree) -> Any:
     """Zeros with the shapes, dtypes and shardings of a tree of abstract arrays."""
     if not is_explicit():
         return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), tree)

@@ -9,7 +9,9 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh
+from jax.typing import DTypeLike
 
+from maxtext.common.types import Tree
 from maxtext.configs.types import MaxTextConfig
 from maxtext.sharding.rules import AxisRules
 from maxtext.sharding.state import HOST
@@ -44,7 +46,9 @@ class MemoryBytes:
         return MemoryBytes(self.device + other.device, self.host + other.host)
 
 
-def shard_bytes(tree: Any, shardings: Any = None, dtype: Any = None) -> MemoryBytes:
+def shard_bytes(
+    tree: Tree, shardings: Tree | None = None, dtype: DTypeLike | None = None
+) -> MemoryBytes:
     """Bytes of a tree of arrays on one device.
 
     `shardings` is needed if the leaves have none; `dtype` overrides the leaves' dtype.
@@ -62,7 +66,7 @@ def shard_bytes(tree: Any, shardings: Any = None, dtype: Any = None) -> MemoryBy
     return total
 
 
-def item_bytes(dtype: Any) -> int:
+def item_bytes(dtype: DTypeLike) -> int:
     """Bytes of one element; for a random key, of its key data."""
     if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
         data = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
@@ -107,13 +111,13 @@ class ActivationSharding:
                 used |= set(self.rules.mesh_axes(self.features[size], size, used))
         return math.prod(self.rules.mesh.shape[axis] for axis in used)
 
-    def bytes(self, shape: Sequence[int], dtype: Any, batch: int) -> int:
+    def bytes(self, shape: Sequence[int], dtype: DTypeLike, batch: int) -> int:
         """Bytes on one device for a batch of `batch` rows."""
         total = math.prod(shape) * item_bytes(dtype) // self.rows * batch
         return total // self.num_shards(shape, batch)
 
 
-def max_gathered_bytes(rules: AxisRules, weights: Any, axes: Any, dtype: Any) -> int:
+def max_gathered_bytes(rules: AxisRules, weights: Tree, axes: Tree, dtype: DTypeLike) -> int:
     """The largest all-gather of weights for a matmul: one layer, or one weight outside the layers.
 
     Weights are gathered over the mesh axes that shard the tokens.

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from maxtext.common.types import Tree
 from maxtext.configs.types import MaxTextConfig
 
 Axes = Sequence[str | None]
@@ -72,7 +73,7 @@ class AxisRules:
         )
         return NamedSharding(self.mesh, AxisRules(self.mesh, rules).spec(axes, shape))
 
-    def shardings(self, axes: Any, weights: Any) -> Any:
+    def shardings(self, axes: Tree, weights: Tree) -> Any:
         """A tree of shardings from trees of abstract weights and of their axis names."""
         return jax.tree.map(lambda leaf, names: self.sharding(names, leaf.shape), weights, axes)
 

@@ -9,6 +9,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from maxtext.common.errors import ConfigError
+from maxtext.common.types import Tree
 from maxtext.sharding.rules import AxisRules
 
 HOST, DEVICE = "pinned_host", "device"
@@ -42,12 +43,12 @@ def on_device(sharding: NamedSharding) -> NamedSharding:
     return sharding.with_memory_kind(DEVICE)
 
 
-def to_device(tree: Any) -> Any:
+def to_device(tree: Tree) -> Any:
     """Copy to device memory under jit; shardings stay the same."""
     return jax.tree.map(lambda leaf: jax.device_put(leaf, jax.memory.Space.Device), tree)
 
 
-def check_sharded_fraction(rules: AxisRules, axes: Any, weights: Any, tolerance: float) -> None:
+def check_sharded_fraction(rules: AxisRules, axes: Tree, weights: Tree, tolerance: float) -> None:
     """Raise ConfigError if more than `tolerance` of the weights' bytes are needlessly replicated.
 
     A replicated weight counts if a mesh axis that shards other weights divides one of its
@@ -92,7 +93,7 @@ def check_batch_size(rules: AxisRules, rows: int, key: str) -> None:
         )
 
 
-def describe_shardings(rules: AxisRules, axes: Any, weights: Any) -> Iterable[str]:
+def describe_shardings(rules: AxisRules, axes: Tree, weights: Tree) -> Iterable[str]:
     """A line per weight: logical axes, mesh axes, and the shape of a shard."""
     by_path = dict(zip(leaf_paths(weights), jax.tree.leaves(axes, is_leaf=is_axes), strict=True))
     for path, leaf, sharding in leaves_with_shardings(rules, axes, weights):
@@ -103,14 +104,14 @@ def describe_shardings(rules: AxisRules, axes: Any, weights: Any) -> Iterable[st
 
 
 def leaves_with_shardings(
-    rules: AxisRules, axes: Any, weights: Any
+    rules: AxisRules, axes: Tree, weights: Tree
 ) -> Iterable[tuple[str, Any, NamedSharding]]:
     """(path, leaf, sharding) of each weight."""
     shardings = jax.tree.leaves(rules.shardings(axes, weights))
     return zip(leaf_paths(weights), jax.tree.leaves(weights), shardings, strict=True)
 
 
-def leaf_paths(weights: Any) -> list[str]:
+def leaf_paths(weights: Tree) -> list[str]:
     return [
         "/".join(str(step.key) for step in path) for path, _ in jax.tree.leaves_with_path(weights)
     ]

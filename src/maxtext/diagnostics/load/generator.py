@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from maxtext.common.errors import ConfigError
+from maxtext.common.types import Json
 from maxtext.diagnostics.load.client import Client, RequestRecord, Target
 
 # Its token ids are those that prompts are made of.
@@ -96,7 +97,7 @@ async def read_server_info(client: Client, model: str | None = None) -> ServerIn
     return ServerInfo(name, cards[name].get("max_model_len"), tuple(token_ids or range(400, 4000)))
 
 
-def request_bodies(workload: Workload, server: ServerInfo) -> Iterator[dict[str, Any]]:
+def request_bodies(workload: Workload, server: ServerInfo) -> Iterator[Json]:
     """Without end. The seed determines all of them; lengths do not depend on the server."""
     random_lengths = random.Random(workload.seed)
     random_tokens = random.Random(workload.seed + 1)

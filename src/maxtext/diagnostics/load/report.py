@@ -14,10 +14,10 @@ that their tokens are not part of any rate.
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
 
 import numpy as np
 
+from maxtext.common.types import Json
 from maxtext.diagnostics.load.client import RequestRecord
 from maxtext.diagnostics.load.generator import LoadResult, Workload
 
@@ -51,7 +51,7 @@ def time_per_output_token(record: RequestRecord) -> float:
     return (record.event_times[-1] - record.event_times[0]) / (record.completion_tokens - 1)
 
 
-def summarize(result: LoadResult, workload: Workload) -> dict[str, Any]:
+def summarize(result: LoadResult, workload: Workload) -> Json:
     """The report of a run, as JSON."""
     records = successful(result)
     seconds = max(result.seconds, 1e-9)
@@ -79,7 +79,7 @@ def milliseconds(values: np.ndarray) -> dict[str, float]:
     return {name: round(float(value) * 1e3, 3) for name, value in numbers.items()}
 
 
-def table(summary: dict[str, Any]) -> list[list[str]]:
+def table(summary: Json) -> list[list[str]]:
     """Rows of cells: a latency each, in milliseconds."""
     columns = [*(f"p{each}" for each in PERCENTILES), "mean", "max"]
     rows = [["milliseconds", *columns]]
@@ -90,7 +90,7 @@ def table(summary: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
-def sentences(summary: dict[str, Any]) -> list[str]:
+def sentences(summary: Json) -> list[str]:
     """Rates and errors, a line each."""
     lines = [
         f"{summary['requests']:,} requests in {summary['seconds']:,.1f} s: "

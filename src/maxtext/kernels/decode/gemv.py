@@ -24,9 +24,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, Ref
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
+from jax.typing import DTypeLike
 
 from maxtext.kernels.decode.paged_attention import store_head
 
@@ -54,7 +55,7 @@ ELEMENTS_PER_THREAD = 256  # in-flight loads of one thread at most
 DEPTH_MULTIPLE, COLUMN_MULTIPLE = 512, 16  # that K and N must be
 
 
-def supports(depth: int, columns: int, dtype: Any) -> bool:
+def supports(depth: int, columns: int, dtype: DTypeLike) -> bool:
     """Whether the kernels support x [depth] and a weight [columns, depth] of `dtype`."""
     aligned = (
         depth % DEPTH_MULTIPLE == 0 and columns % COLUMN_MULTIPLE == 0 and depth * columns <= 2**31
@@ -70,7 +71,7 @@ def norm_gate_up(
     columns = weights_T.shape[0] // 2
     blocks = columns // tiles.columns
 
-    def finish(gate: Array, up: Array, out_ref: Any) -> None:
+    def finish(gate: Array, up: Array, out_ref: Ref) -> None:
         out_ref[...] = (activation(gate) * up).astype(out_ref.dtype)
 
     return gemv_call(
@@ -103,7 +104,7 @@ def norm_qkv_rope(
     half = cos.shape[0]
     blocks = half // tiles.columns  # of half a head
 
-    def finish(first: Array, second: Array, cos_ref: Any, sin_ref: Any, *outs: Any) -> None:
+    def finish(first: Array, second: Array, cos_ref: Ref, sin_ref: Ref, *outs: Ref) -> None:
         # Rounded as if the product were written.
         halves = [part.astype(x.x.dtype).astype(jnp.float32) for part in (first, second)]
         columns = (pl.program_id(0) % blocks) * tiles.columns + jnp.arange(tiles.columns)
@@ -132,7 +133,7 @@ def norm_qkv_rope(
 def gemv(x: Array, weight_T: Array, interpret: bool = False) -> Array:
     """[N] of x [K] and weight_T [N, K]."""
 
-    def finish(total: Array, out_ref: Any) -> None:
+    def finish(total: Array, out_ref: Ref) -> None:
         out_ref[...] = total.astype(out_ref.dtype)
 
     return gemv_call(
@@ -152,7 +153,7 @@ def gemv(x: Array, weight_T: Array, interpret: bool = False) -> Array:
 def gemv_add(x: Array, weight_T: Array, residual: Array, interpret: bool = False) -> Array:
     """residual [N] + x [K] times weight_T [N, K]."""
 
-    def finish(total: Array, residual_ref: Any, out_ref: Any) -> None:
+    def finish(total: Array, residual_ref: Ref, out_ref: Ref) -> None:
         out_ref[...] = residual_ref[...] + total.astype(out_ref.dtype)
 
     columns = pl.BlockSpec((SINGLE.columns,), lambda n: (n,))
@@ -202,7 +203,7 @@ def gemv_call(
     norm = (x.epsilon, x.offset) if isinstance(x, NormedInput) else None
     unrolled = len(block_indices) * tiles.columns * depth <= 32 * tiles.warps * ELEMENTS_PER_THREAD
 
-    def run(*refs: Any) -> None:
+    def run(*refs: Ref) -> None:
         end = len(vectors) + len(block_indices)
         sums = products(refs[: len(vectors)], refs[len(vectors) : end], block_depth, unrolled, norm)
         finish(*sums, *refs[end:])

@@ -20,9 +20,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, Ref
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
+from jax.typing import DTypeLike
 
 from maxtext.common.gpu import is_nvidia
 from maxtext.kernels.attention.dot_product import MASK_VALUE
@@ -203,7 +204,7 @@ def combine_spans(
     total: Array,
     *,
     sinks: Array | None,
-    dtype: Any,
+    dtype: DTypeLike,
     interpret: bool,
 ) -> Array:
     """The spans' outputs [B, K, splits, G, D] combined by their softmax sums, [B, K, G, D] in
@@ -230,7 +231,7 @@ def combine_spans(
 
 
 def combine_program(
-    context_ref: Any, largest_ref: Any, total_ref: Any, *refs: Any, splits: int
+    context_ref: Ref, largest_ref: Ref, total_ref: Ref, *refs: Ref, splits: int
 ) -> None:
     *sinks, out_ref = refs
     head_dim = context_ref.shape[1]
@@ -271,7 +272,7 @@ def split_qkv_rope(
     # A power of two, of which queries, keys and values have whole multiples.
     per_program = math.gcd(q_heads, kv_heads, MAX_HEADS_PER_PROGRAM)
 
-    def run(x_ref: Any, cos_ref: Any, sin_ref: Any, *outs: Any) -> None:
+    def run(x_ref: Ref, cos_ref: Ref, sin_ref: Ref, *outs: Ref) -> None:
         columns = [pl.ds(part * half, half) for part in range(2)]
         halves = [x_ref[:, at].astype(jnp.float32) for at in columns]
         first = pl.program_id(1) * per_program
@@ -319,17 +320,17 @@ def store_head(
     ):
 
         @pl.when((head >= begin) & (head < end))
-        def _(out_ref: Any = out_ref, begin: int = begin, pair: Any = pair) -> None:
+        def _(out_ref: Ref = out_ref, begin: int = begin, pair: Any = pair) -> None:
             row = head - begin if count is None else pl.ds(head - begin, count)
             for at, values in zip(columns, pair, strict=True):
                 out_ref[row, at] = values.astype(out_ref.dtype)
 
 
 def attention_span(
-    q_ref: Any,
-    table_ref: Any,
-    position_ref: Any,
-    *refs: Any,
+    q_ref: Ref,
+    table_ref: Ref,
+    position_ref: Ref,
+    *refs: Ref,
     names: tuple[str, ...],
     group_size: int,
     padded_group: int,

@@ -8,9 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, Ref
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
+from jax.typing import DTypeLike
 
 from maxtext.kernels.attention.dot_product import MASK_VALUE
 
@@ -23,12 +24,12 @@ SHARED_BYTES = 96 * 1024  # shared memory for all stages, which every supported 
 Partial = tuple[Array, Array, Array]
 
 
-def tile_bytes(block: int, head_dim: int, dtype: Any) -> int:
+def tile_bytes(block: int, head_dim: int, dtype: DTypeLike) -> int:
     """The bytes of a block of keys and values."""
     return 2 * block * head_dim * max(jnp.dtype(dtype).itemsize, 1)
 
 
-def block_and_stages(block: int, page: int, head_dim: int, dtype: Any) -> tuple[int, int]:
+def block_and_stages(block: int, page: int, head_dim: int, dtype: DTypeLike) -> tuple[int, int]:
     """The tokens that a program reads at a time, a divisor of the page, and the pipeline stages
     that fit in shared memory.
     """
@@ -47,7 +48,7 @@ def head_spec(first: int | None, array: Array, index: Callable[[Any], Any]) -> p
     return pl.BlockSpec((first, None, *rest), lambda b, k, *_: (index(b), k, *[0] * len(rest)))
 
 
-def tile_slots(table_ref: Any, tile: Array, block: int, page: int) -> Array:
+def tile_slots(table_ref: Ref, tile: Array, block: int, page: int) -> Array:
     """In a kernel: the slots [block] of a tile, which is within one page or has whole pages; those
     after the last page of the table are of that page."""
     positions = tile * block + jnp.arange(block)
@@ -55,7 +56,7 @@ def tile_slots(table_ref: Any, tile: Array, block: int, page: int) -> Array:
     return table_ref[jnp.minimum(column, table_ref.shape[0] - 1)] * page + positions % page
 
 
-def store_rows(ref: Any, rows: Array, values: Array, valid: Array) -> None:
+def store_rows(ref: Ref, rows: Array, values: Array, valid: Array) -> None:
     """In a kernel: store values [R, D] or [R] in those rows of `ref` that are valid."""
     if values.ndim == 1:
         triton.store(ref.at[rows], values, mask=valid)

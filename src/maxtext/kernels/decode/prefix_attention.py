@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, Ref
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
@@ -168,11 +168,11 @@ def prefix_attention(
 
 
 def attend_to_prefix(
-    q_ref: Any,
-    rows_ref: Any,
-    length_ref: Any,
-    table_ref: Any,
-    *refs: Any,
+    q_ref: Ref,
+    rows_ref: Ref,
+    length_ref: Ref,
+    table_ref: Ref,
+    *refs: Ref,
     names: tuple[str, ...],
     num_rows: int,
     heads: int,

@@ -27,9 +27,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, Ref
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
+from jax.typing import DTypeLike
 
 MIN_ROWS = 16  # of a tensor core matmul: fewer are padded
 MAX_ROWS = 64  # with more, reading the weights no longer dominates
@@ -54,7 +55,7 @@ UNPACK = "xor.b32 t, {0}, 0x80808080; " + " ".join(
 )
 
 
-def supports(rows: int, depth: int, columns: int, dtype: Any) -> bool:
+def supports(rows: int, depth: int, columns: int, dtype: DTypeLike) -> bool:
     """Whether the kernels support the shape, and are faster than XLA's matmul."""
     block_columns, block_depth = (
         (COLUMNS, 2 * MIN_DEPTH) if rows == 1 else (ROWS_COLUMNS, ROWS_DEPTH)
@@ -131,10 +132,10 @@ def split_bytes(x: Array) -> tuple[Array, ...]:
 
 
 def gemv_program(
-    high_ref: Any,
-    low_ref: Any,
-    power_ref: Any,
-    *refs: Any,
+    high_ref: Ref,
+    low_ref: Ref,
+    power_ref: Ref,
+    *refs: Ref,
     firsts: Sequence[int],
     block_depth: int,
     interpret: bool,
@@ -145,7 +146,7 @@ def gemv_program(
     weights_T, outs = refs[: len(refs) // 2], refs[len(refs) // 2 :]
     for weight_ref, out_ref, first, end in zip(weights_T, outs, firsts, firsts[1:], strict=False):
 
-        def add(step: Array, total: Array, weight_ref: Any = weight_ref) -> Array:
+        def add(step: Array, total: Array, weight_ref: Ref = weight_ref) -> Array:
             spans = [pl.ds((2 * step + half) * block_depth, block_depth) for half in range(2)]
             # Both loads are issued before the first is used.
             tiles = [weight_ref[:, at] for at in spans]
@@ -154,7 +155,7 @@ def gemv_program(
             return total
 
         @pl.when((program >= first) & (program < end))
-        def _(out_ref: Any = out_ref, add: Any = add) -> None:
+        def _(out_ref: Ref = out_ref, add: Any = add) -> None:
             total = jax.lax.fori_loop(0, steps, add, jnp.zeros((COLUMNS, block_depth), jnp.float32))
             out_ref[...] = total.sum(axis=1)
 
@@ -209,7 +210,13 @@ def matmul_rows(x: Array, weight_T: Array, interpret: bool) -> Array:
 
 
 def matmul_program(
-    x_ref: Any, weight_ref: Any, out_ref: Any, *, padded_rows: int, span: int, interpret: bool
+    x_ref: Ref,
+    weight_ref: Ref,
+    out_ref: Ref,
+    *,
+    padded_rows: int,
+    span: int,
+    interpret: bool,
 ) -> None:
     first = pl.program_id(1) * span
     row = jnp.minimum(jnp.arange(padded_rows), x_ref.shape[0] - 1)  # the last row is repeated

@@ -9,12 +9,13 @@ that computes dlogits quantizes it.
 """
 
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import DTypeLike
 
+from maxtext.common.types import Tree
 from maxtext.kernels.fp8.matmul import matmul_backward, matmul_forward, quantize_rowwise
 from maxtext.kernels.fp8.quantize import (
     E4M3,
@@ -29,7 +30,9 @@ from maxtext.kernels.triton import cross_entropy as triton_cross_entropy
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
-def head_cross_entropy(x: Array, weight: Array, targets: Array, dtype: Any) -> tuple[Array, Array]:
+def head_cross_entropy(
+    x: Array, weight: Array, targets: Array, dtype: DTypeLike
+) -> tuple[Array, Array]:
     """(loss, log of the partition sum) [...] of x [..., E] times weight [E, V], in `dtype`, at
     targets [...].
     """
@@ -37,8 +40,8 @@ def head_cross_entropy(x: Array, weight: Array, targets: Array, dtype: Any) -> t
 
 
 def head_cross_entropy_forward(
-    x: Array, weight: Array, targets: Array, dtype: Any
-) -> tuple[Any, Any]:
+    x: Array, weight: Array, targets: Array, dtype: DTypeLike
+) -> tuple[Tree, Tree]:
     x_fp8, x_scale, _ = quantize_rowwise([flatten_2d(x, x.ndim - 1)], E4M3)
     (logits,), matmul_residuals = matmul_forward(x_fp8, x_scale, [weight], accum_dtype(dtype))
     flat = targets.reshape(-1)
@@ -59,7 +62,7 @@ def head_cross_entropy_forward(
 
 
 def head_cross_entropy_backward(
-    dtype: Any, residuals: Any, cotangents: tuple[Array, Array]
+    dtype: DTypeLike, residuals: Tree, cotangents: tuple[Array, Array]
 ) -> tuple[Array, Array, None]:
     matmul_residuals, logits, targets, largest, log_sum, x, weight = residuals
     dloss, dpartition = (cotangent.reshape(-1) for cotangent in cotangents)

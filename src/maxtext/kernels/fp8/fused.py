@@ -15,12 +15,14 @@ the norm's dx.
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import DTypeLike
 
+from maxtext.common.types import Tree
 from maxtext.kernels.fp8 import rowwise
 from maxtext.kernels.fp8.matmul import (
     MatmulResiduals,
@@ -65,7 +67,7 @@ def norm_qkv(
     cos_sin: CosSin,
     apply_rope: ApplyRope | None,
     epsilon: float,
-    dtype: Any,
+    dtype: DTypeLike,
 ) -> tuple[Array, Weights]:
     """x [..., E], and rms_norm(x) · norm_scale times each of weights [E, H_i, D].
 
@@ -82,8 +84,8 @@ def norm_qkv_forward(
     cos_sin: CosSin,
     apply_rope: ApplyRope | None,
     epsilon: float,
-    dtype: Any,
-) -> tuple[Any, Any]:
+    dtype: DTypeLike,
+) -> tuple[Tree, Tree]:
     x_fp8, scale, norm_residuals = quantize_normed(x, norm_scale, epsilon)
     products, matmul_residuals = matmul_forward(
         x_fp8, scale, [flatten_2d(w, 1) for w in weights], accum_dtype(dtype)
@@ -101,7 +103,11 @@ def norm_qkv_forward(
 
 
 def norm_qkv_backward(
-    apply_rope: ApplyRope | None, epsilon: float, dtype: Any, residuals: Any, cotangents: Any
+    apply_rope: ApplyRope | None,
+    epsilon: float,
+    dtype: DTypeLike,
+    residuals: Tree,
+    cotangents: Tree,
 ) -> tuple[Array, Array, Weights, None]:
     matmul_residuals, norm_residuals, cos_sin, weights = residuals
     dresidual, dys = cotangents
@@ -169,7 +175,7 @@ def norm_mlp(
     epsilon: float,
     activation: Activation,
     tags: tuple[Tag, Tag],
-    dtype: Any,
+    dtype: DTypeLike,
 ) -> tuple[Array, Array]:
     """x [..., E], and (activation(n gate) · (n up)) down of n = rms_norm(x) · norm_scale; weights
     [E, F], [E, F], [F, E]. `tags` are applied to n gate and n up."""
@@ -183,8 +189,8 @@ def norm_mlp_forward(
     epsilon: float,
     activation: Activation,
     tags: tuple[Tag, Tag],
-    dtype: Any,
-) -> tuple[Any, Any]:
+    dtype: DTypeLike,
+) -> tuple[Tree, Tree]:
     y, residuals = mlp_forward(
         *quantize_normed(x, norm_scale, epsilon), weights, activation, tags, dtype
     )
@@ -195,9 +201,9 @@ def norm_mlp_backward(
     epsilon: float,
     activation: Activation,
     tags: tuple[Tag, Tag],
-    dtype: Any,
-    residuals: Any,
-    cotangents: Any,
+    dtype: DTypeLike,
+    residuals: Tree,
+    cotangents: Tree,
 ) -> tuple[Array, Array, Weights]:
     dx, dnorm_scale, dweights, _ = mlp_backward(activation, residuals, cotangents)
     return dx, dnorm_scale, dweights
@@ -213,8 +219,8 @@ def mlp_forward(
     weights: Weights,
     activation: Activation,
     tags: tuple[Tag, ...],
-    dtype: Any,
-) -> tuple[Array, Any]:
+    dtype: DTypeLike,
+) -> tuple[Array, Tree]:
     """[T, E] of the normed tokens x_fp8 [T, E], and the residuals of `mlp_backward`."""
     products, gate_up_residuals = matmul_forward(x_fp8, x_scale, weights[:2], accum_dtype(dtype))
     gate, up = (tag(y) for tag, y in zip(tags, products, strict=True))
@@ -232,7 +238,7 @@ def mlp_forward(
 
 
 def mlp_backward(
-    activation: Activation, residuals: Any, cotangents: Any
+    activation: Activation, residuals: Tree, cotangents: Tree
 ) -> tuple[Array, Array, Weights, Array]:
     """dx, dnorm_scale, dweights, and amax(|dx|) [T]."""
     gate_up_residuals, down_residuals, gate, up, norm_residuals, weights = residuals
@@ -286,7 +292,7 @@ def out_norm_mlp(
     epsilon: float,
     activation: Activation,
     tags: tuple[Tag, Tag, Tag],
-    dtype: Any,
+    dtype: DTypeLike,
 ) -> tuple[Array, Array]:
     """x' = x [..., E] + context [..., H, D] times w_out [H, D, E], and `norm_mlp` of x'.
 
@@ -308,8 +314,8 @@ def out_norm_mlp_forward(
     epsilon: float,
     activation: Activation,
     tags: tuple[Tag, Tag, Tag],
-    dtype: Any,
-) -> tuple[Any, Any]:
+    dtype: DTypeLike,
+) -> tuple[Tree, Tree]:
     row_dims = x.ndim - 1
     context_fp8, context_scale, _ = quantize_rowwise([flatten_2d(context, row_dims)], E4M3)
     weights_2d = [flatten_2d(w_out, w_out.ndim - 1)]
@@ -342,9 +348,9 @@ def out_norm_mlp_backward(
     epsilon: float,
     activation: Activation,
     tags: tuple[Tag, Tag, Tag],
-    dtype: Any,
-    residuals: Any,
-    cotangents: Any,
+    dtype: DTypeLike,
+    residuals: Tree,
+    cotangents: Tree,
 ) -> tuple[Array, Array, Array, Array, Weights]:
     matmul_residuals, mlp_residuals, context, w_out = residuals
     dx, dnorm_scale, dweights, amax = mlp_backward(activation, mlp_residuals, cotangents)

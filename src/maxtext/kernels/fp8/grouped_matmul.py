@@ -15,13 +15,13 @@ Shapes: N rows, X groups, E inputs, M outputs.
 """
 
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 from maxtext.common.log import log_once
+from maxtext.common.types import Tree
 from maxtext.kernels.fp8.quantize import E4M3, QuantizedTensor, accum_dtype, quantize
 from maxtext.kernels.grouped_matmul import (
     grouped_matmul,
@@ -43,7 +43,7 @@ def grouped_matmul_fp8(
 
 def forward(
     x: Array, weights: Array, group_sizes: Array, platform: str | None
-) -> tuple[Array, Any]:
+) -> tuple[Array, Tree]:
     weights_fp8 = quantize(weights, E4M3)
     y = quantized_grouped_matmul(x, weights_fp8, group_sizes, platform)
     return y, (x, weights_fp8, group_sizes)
@@ -51,7 +51,7 @@ def forward(
 
 def backward(
     platform: str | None, residuals: tuple[Array, QuantizedTensor, Array], dy: Array
-) -> tuple[Array, Array, Any]:
+) -> tuple[Array, Array, Tree]:
     x, weights_fp8, group_sizes = residuals
     dx = quantized_grouped_matmul(dy, weights_fp8, group_sizes, platform, transposed=True)
     # dw does not depend on the values of the weights: only their shape and dtype are used.

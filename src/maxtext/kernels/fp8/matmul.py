@@ -14,12 +14,13 @@ relative to the largest one, and rounded again. e5m2 has the range for that.
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.typing import DTypeLike
 
 from maxtext.common.log import log_once
 from maxtext.kernels.fp8 import rowwise
@@ -69,7 +70,7 @@ def supports(
     return supported
 
 
-def quantize_rowwise(matrices: Sequence[Array], dtype: Any) -> tuple[Array, Array, Array]:
+def quantize_rowwise(matrices: Sequence[Array], dtype: DTypeLike) -> tuple[Array, Array, Array]:
     """`rowwise.quantize_rowwise`, by XLA if rows are too long for the Triton kernel."""
     if sum(x.shape[1] for x in matrices) > MAX_COLUMNS:
         parts, scale = quantize_rows(matrices, 1, dtype)
@@ -79,7 +80,7 @@ def quantize_rowwise(matrices: Sequence[Array], dtype: Any) -> tuple[Array, Arra
 
 
 def matmul_forward(
-    x_fp8: Array, x_scale: Array, weights: Sequence[Array], dtype: Any
+    x_fp8: Array, x_scale: Array, weights: Sequence[Array], dtype: DTypeLike
 ) -> tuple[list[Array], MatmulResiduals]:
     """x_fp8 [T, E] times each of weights [E, F_i]. If x_scale is a scalar, the results are scaled;
     otherwise the caller multiplies them by x_scale · weight_scale."""
@@ -98,8 +99,8 @@ def matmul_backward(
     residuals: MatmulResiduals,
     dys_fp8: Sequence[Array],
     dy_scale: Array,
-    dtype: Any,
-    weight_dtypes: Sequence[Any],
+    dtype: DTypeLike,
+    weight_dtypes: Sequence[DTypeLike],
     dys_fp8_T: Sequence[Array] | None = None,
 ) -> tuple[Array, list[Array]]:
     """dx [T, E], scaled if dy_scale is a scalar, and each dw [E, F_i] in its dtype. `dys_fp8_T`:
@@ -125,8 +126,8 @@ def packed_matmul_backward(
     residuals: MatmulResiduals,
     dy_fp8: Array,
     dy_scale: Array,
-    dtype: Any,
-    weight_dtypes: Sequence[Any],
+    dtype: DTypeLike,
+    weight_dtypes: Sequence[DTypeLike],
 ) -> tuple[Array, list[Array]]:
     """`matmul_backward` of concatenated gradients [T, sum F_i]: one matmul for all weights."""
     splits = np.cumsum([w.shape[1] for w in residuals.weights_fp8])[:-1]
@@ -145,8 +146,8 @@ def one_scale_matmul_backward(
     residuals: MatmulResiduals,
     dys: Sequence[Array],
     dy_scale: Array,
-    dtype: Any,
-    weight_dtypes: Sequence[Any],
+    dtype: DTypeLike,
+    weight_dtypes: Sequence[DTypeLike],
 ) -> tuple[Array, list[Array]]:
     """`matmul_backward` of unquantized gradients, with one scale for all of them."""
     relative, _ = relative_scales(residuals.x_scale)

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import DTypeLike
 
 E4M3 = jnp.float8_e4m3fn  # activations and weights: more precision
 E5M2 = jnp.float8_e5m2  # gradients: more range
@@ -29,7 +30,7 @@ class QuantizedTensor(NamedTuple):
     scale: Array
 
 
-def quantize(x: Array, dtype: Any, axes: Sequence[int] | None = None) -> QuantizedTensor:
+def quantize(x: Array, dtype: DTypeLike, axes: Sequence[int] | None = None) -> QuantizedTensor:
     """x with one scale, or one for the elements along `axes`."""
     scale = amax_scale(x, dtype, axes)
     x = x.astype(jnp.float32) / (scale if axes is None else jnp.expand_dims(scale, tuple(axes)))
@@ -38,7 +39,7 @@ def quantize(x: Array, dtype: Any, axes: Sequence[int] | None = None) -> Quantiz
     )
 
 
-def amax_scale(x: Array, dtype: Any, axes: Sequence[int] | None = None) -> Array:
+def amax_scale(x: Array, dtype: DTypeLike, axes: Sequence[int] | None = None) -> Array:
     """The scale for amax(|x|), over all elements or along `axes`."""
     # The reduced dimensions are dropped: with keepdims, XLA:GPU of jax 0.11.2 failed with an
     # internal error.
@@ -49,7 +50,7 @@ def amax_scale(x: Array, dtype: Any, axes: Sequence[int] | None = None) -> Array
     return jnp.where(scale < jnp.finfo(jnp.float32).tiny, 1.0, scale)  # NaN stays NaN
 
 
-def scale_from_amax(amax: Array, dtype: Any) -> Array:
+def scale_from_amax(amax: Array, dtype: DTypeLike) -> Array:
     """The least power of two with amax / scale <= the largest value of fp8 `dtype`."""
     return jnp.maximum(ceil_power_of_two(amax / float(jnp.finfo(dtype).max)), MIN_SCALE)
 
@@ -63,7 +64,9 @@ def ceil_power_of_two(x: Array) -> Array:
     return jnp.where(x < jnp.inf, jax.lax.bitcast_convert_type(rounded_up, jnp.float32), x)
 
 
-def quantize_rows(arrays: Sequence[Array], row_dims: int, dtype: Any) -> tuple[list[Array], Array]:
+def quantize_rows(
+    arrays: Sequence[Array], row_dims: int, dtype: DTypeLike
+) -> tuple[list[Array], Array]:
     """The arrays, which share their first `row_dims` dimensions, in fp8, and one scale for each
     index into these dimensions.
     """
@@ -72,7 +75,7 @@ def quantize_rows(arrays: Sequence[Array], row_dims: int, dtype: Any) -> tuple[l
     return [rescale(x.astype(jnp.float32), 1 / scale, dtype) for x in arrays], scale
 
 
-def shared_scale(arrays: Sequence[Array], dtype: Any) -> Array:
+def shared_scale(arrays: Sequence[Array], dtype: DTypeLike) -> Array:
     """One scale for all arrays."""
     return functools.reduce(jnp.maximum, [amax_scale(x, dtype) for x in arrays])
 
@@ -84,14 +87,14 @@ def relative_scales(scales: Array) -> tuple[Array, Array]:
     return scales / largest, largest
 
 
-def rescale(x: Array, scale: Array, dtype: Any) -> Array:
+def rescale(x: Array, scale: Array, dtype: DTypeLike) -> Array:
     """x · scale in `dtype`; the dimensions of `scale` are the first ones of x."""
     return (x * scale.astype(x.dtype).reshape(*scale.shape, *[1] * (x.ndim - scale.ndim))).astype(
         dtype
     )
 
 
-def accum_dtype(dtype: Any) -> Any:
+def accum_dtype(dtype: DTypeLike) -> Any:
     """The dtype of unscaled products, which would overflow float16."""
     return jnp.float32 if jnp.dtype(dtype) == jnp.float16 else dtype
 
@@ -100,7 +103,7 @@ def contract(
     lhs: Array,
     rhs: Array,
     axes: tuple[Sequence[int], Sequence[int]],
-    dtype: Any,
+    dtype: DTypeLike,
     scale: Array | None = None,
 ) -> Array:
     """The contraction of both operands over `axes`, times `scale`, a scalar. XLA:GPU fuses the

@@ -21,9 +21,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, Ref
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
+from jax.typing import DTypeLike
 
 from maxtext.kernels.fp8.quantize import scale_from_amax
 from maxtext.kernels.triton.rowwise import TILE, column_tiles, rowwise_call
@@ -33,7 +34,10 @@ IndexedTile = tuple[tuple[Any, ...], Array]  # a tile's index in the output, and
 
 
 def quantize_rowwise(
-    matrices: Sequence[Array], dtype: Any, cos_sin: Sequence[Array] = (), interpret: bool = False
+    matrices: Sequence[Array],
+    dtype: DTypeLike,
+    cos_sin: Sequence[Array] = (),
+    interpret: bool = False,
 ) -> tuple[Array, Array, Array]:
     """Matrices [T, C_i] concatenated in fp8 [T, sum C_i], the scales [T], and the sums of squares
     [T] of x / scale.
@@ -43,7 +47,7 @@ def quantize_rowwise(
     projections.
     """
 
-    def program(*refs: Any) -> None:
+    def program(*refs: Ref) -> None:
         inputs, angles, (out, scale, squares) = (
             refs[: len(matrices)],
             refs[len(matrices) : -3],
@@ -80,11 +84,11 @@ def quantize_rowwise(
 
 
 def quantize_gated_rows(
-    gate: Array, up: Array, activation: Activation, dtype: Any, interpret: bool = False
+    gate: Array, up: Array, activation: Activation, dtype: DTypeLike, interpret: bool = False
 ) -> tuple[Array, Array]:
     """activation(gate) · up, [T, C], in fp8, and its scales [T]."""
 
-    def program(gate: Any, up: Any, out: Any, scale: Any) -> None:
+    def program(gate: Ref, up: Ref, out: Ref, scale: Ref) -> None:
         tiles: list[IndexedTile] = []
         for columns in column_tiles(gate.shape[1]):
             g, u = (ref[:, columns].astype(jnp.float32) for ref in (gate, up))
@@ -104,12 +108,12 @@ def gated_backward_rows(
     dh: Array,
     factor: Array,
     activation: Activation,
-    dtype: Any,
+    dtype: DTypeLike,
     interpret: bool = False,
 ) -> list[Array]:
     """dgate and dup [T, C] in fp8 of h = activation(gate) · up, from dh times factor [T]."""
 
-    def program(gate: Any, up: Any, dh: Any, factor: Any, dgate: Any, dup: Any) -> None:
+    def program(gate: Ref, up: Ref, dh: Ref, factor: Ref, dgate: Ref, dup: Ref) -> None:
         for columns in column_tiles(gate.shape[1]):
             g, u, d = (ref[:, columns].astype(jnp.float32) for ref in (gate, up, dh))
             active, slope = jax.jvp(activation, (g,), (jnp.ones_like(g),))
@@ -129,7 +133,7 @@ def gated_backward_rows(
     )
 
 
-def write_quantized(tiles: Sequence[IndexedTile], out: Any, scale_ref: Any) -> list[Array]:
+def write_quantized(tiles: Sequence[IndexedTile], out: Any, scale_ref: Ref) -> list[Array]:
     """In a kernel: write tiles in fp8 and the scales of their rows. Returns the tiles over their
     scale.
     """
@@ -155,7 +159,7 @@ def transpose_fp8(x_fp8: Array, row_factor: Array | None = None, interpret: bool
     """x_fp8ᵀ [C, T] of x_fp8 [T, C]; if given, rows are multiplied by row_factor [T] and rounded
     first."""
 
-    def program(x: Any, *refs: Any) -> None:
+    def program(x: Ref, *refs: Ref) -> None:
         *factors, out = refs
         tile = x[...]
         for factor in factors:
@@ -180,12 +184,16 @@ def transpose_fp8(x_fp8: Array, row_factor: Array | None = None, interpret: bool
 
 
 def quantize_and_transpose(
-    x: Array, scale: Array, dtype: Any, row_factor: Array | None = None, interpret: bool = False
+    x: Array,
+    scale: Array,
+    dtype: DTypeLike,
+    row_factor: Array | None = None,
+    interpret: bool = False,
 ) -> tuple[Array, Array]:
     """x [T, C] in fp8 with one given scale, and its transpose, as `transpose_fp8` returns it."""
     rows, columns = x.shape
 
-    def program(x: Any, inverse_scale: Any, *refs: Any) -> None:
+    def program(x: Ref, inverse_scale: Ref, *refs: Ref) -> None:
         *factors, out, out_T = refs
         tile = (x[...].astype(jnp.float32) * inverse_scale[0]).astype(dtype)
         out[...] = tile

@@ -16,8 +16,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, Ref
 from jax.experimental import pallas as pl
+from jax.typing import DTypeLike
 
 from maxtext.kernels.triton.rowwise import (
     TILE,
@@ -49,7 +50,7 @@ def log_sums(
     """(largest, log_sum, target_logit), each [T], of logits [T, V] times row_factor [T];
     target_logit is 0 if the target is outside of the vocabulary."""
 
-    def program(logits: Any, targets: Any, *refs: Any) -> None:
+    def program(logits: Ref, targets: Ref, *refs: Ref) -> None:
         *factors, largest, log_sum, target_logit = refs
         target = targets[...]
         vocabulary = logits.shape[1]
@@ -100,7 +101,7 @@ def logits_backward(
     log_sum: Array,
     target_factor: Array,
     factor: Array,
-    dtype: Any,
+    dtype: DTypeLike,
     row_factor: Array | None = None,
     interpret: bool = False,
 ) -> Array:
@@ -108,13 +109,13 @@ def logits_backward(
     target. `largest` and `log_sum` are those of `log_sums`."""
 
     def program(
-        logits: Any,
-        targets: Any,
-        largest: Any,
-        log_sum: Any,
-        target_factor: Any,
-        factor: Any,
-        *refs: Any,
+        logits: Ref,
+        targets: Ref,
+        largest: Ref,
+        log_sum: Ref,
+        target_factor: Ref,
+        factor: Ref,
+        *refs: Ref,
     ) -> None:
         *row_factors, out = refs
         target, top, rest = (ref[...][:, None] for ref in (targets, largest, log_sum))

@@ -11,9 +11,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, Ref
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
+from jax.typing import DTypeLike
 
 from maxtext.kernels.triton.rowwise import column_tiles, floor_power_of_two, rowwise_call
 
@@ -22,11 +23,11 @@ BACKWARD_ELEMENTS = 4096  # elements of a block of rows
 
 
 def rms_norm_rows(
-    x: Array, scale: Array, epsilon: float, dtype: Any, interpret: bool = False
+    x: Array, scale: Array, epsilon: float, dtype: DTypeLike, interpret: bool = False
 ) -> tuple[Array, Array]:
     """n [T, C] in `dtype` of x [T, C] and scale [C], and inverse_rms [T]."""
 
-    def program(x: Any, scale: Any, out: Any, inverse_rms: Any) -> None:
+    def program(x: Ref, scale: Ref, out: Ref, inverse_rms: Ref) -> None:
         tiles = [x[:, columns].astype(jnp.float32) for columns in column_tiles(x.shape[1])]
         write_normed(tiles, scale, epsilon, out, inverse_rms)
 
@@ -43,13 +44,13 @@ def add_rms_norm_rows(
     row_factor: Array,
     scale: Array,
     epsilon: float,
-    dtype: Any,
+    dtype: DTypeLike,
     interpret: bool = False,
 ) -> tuple[Array, Array, Array]:
     """x + y · row_factor, all [T, C] but row_factor [T], and `rms_norm_rows` of the sum."""
 
     def program(
-        x: Any, y: Any, row_factor: Any, scale: Any, total: Any, out: Any, inverse_rms: Any
+        x: Ref, y: Ref, row_factor: Ref, scale: Ref, total: Ref, out: Ref, inverse_rms: Ref
     ) -> None:
         tiles = []
         for columns in column_tiles(x.shape[1]):
@@ -96,7 +97,7 @@ def rms_norm_rows_backward(
     block_rows = max(1, min(BACKWARD_ROWS, BACKWARD_ELEMENTS // floor_power_of_two(num_columns)))
     factors = [] if row_factor is None else [row_factor]
 
-    def program(x: Any, dn: Any, dresidual: Any, inverse_rms: Any, scale: Any, *refs: Any) -> None:
+    def program(x: Ref, dn: Ref, dresidual: Ref, inverse_rms: Ref, scale: Ref, *refs: Ref) -> None:
         *factors, dx, dscale, amax = refs
 
         def step(block: Any, dscales: list[Array]) -> list[Array]:

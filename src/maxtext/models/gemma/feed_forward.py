@@ -1,8 +1,7 @@
 """The feed-forward of Gemma 4: an MLP and experts in parallel."""
 
-from typing import Any
-
 import jax
+from jax.typing import DTypeLike
 
 from maxtext.layers.inputs import Aux, LayerInputs, Sublayer
 from maxtext.layers.norms import Norm
@@ -11,7 +10,7 @@ from maxtext.models.gemma.layers import GemmaFeed
 
 
 class GemmaFeedForward(Sublayer):
-    def __init__(self, initializer: Initializer, spec: GemmaFeed, embed_dim: int, dtype: Any):
+    def __init__(self, initializer: Initializer, spec: GemmaFeed, embed_dim: int, dtype: DTypeLike):
         self.dense = spec.mlp.build(initializer.child("dense"), embed_dim, dtype)
         self.sparse = spec.experts.build(initializer.child("sparse"), embed_dim, dtype)
         self.dense_norm = Norm(initializer, spec.norm, embed_dim, dtype)
@@ -26,6 +25,6 @@ class GemmaFeedForward(Sublayer):
 
 
 def build(
-    spec: GemmaFeed, initializer: Initializer, embed_dim: int, dtype: Any
+    spec: GemmaFeed, initializer: Initializer, embed_dim: int, dtype: DTypeLike
 ) -> GemmaFeedForward:
     return GemmaFeedForward(initializer, spec, embed_dim, dtype)

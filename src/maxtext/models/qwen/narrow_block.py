@@ -1,8 +1,7 @@
 """A decoder layer whose attention output and experts are in a narrower space."""
 
-from typing import Any
-
 import jax
+from jax.typing import DTypeLike
 
 from maxtext.layers.block import constrain_residual
 from maxtext.layers.inputs import Aux, LayerInputs, Sublayer
@@ -13,7 +12,7 @@ from maxtext.models.qwen.layers import NarrowSpec
 
 
 class NarrowBlock(Sublayer):
-    def __init__(self, initializer: Initializer, spec: NarrowSpec, dtype: Any):
+    def __init__(self, initializer: Initializer, spec: NarrowSpec, dtype: DTypeLike):
         self.attention_norm = Norm(initializer, spec.norm, spec.embed_dim, dtype)
         self.attention = spec.attention.build(initializer.child("attention"), spec.embed_dim, dtype)
         self.mlp_norm = Norm(initializer, spec.norm, spec.mlp_dim, dtype)
@@ -41,5 +40,5 @@ class NarrowBlock(Sublayer):
         return constrain_residual(x + mlp_out), aux
 
 
-def build(spec: NarrowSpec, initializer: Initializer, dtype: Any) -> NarrowBlock:
+def build(spec: NarrowSpec, initializer: Initializer, dtype: DTypeLike) -> NarrowBlock:
     return NarrowBlock(initializer, spec, dtype)

@@ -1,9 +1,8 @@
 """The blocks of matrix products."""
 
-from typing import Any
-
 import jax
 from flax import nnx
+from jax.typing import DTypeLike
 
 from maxtext.layers.inputs import Aux, LayerInputs, Sublayer
 from maxtext.layers.linear import build_linear
@@ -12,7 +11,7 @@ from maxtext.models.simple.layers import SimpleSpec
 
 
 class SimpleBlock(Sublayer):
-    def __init__(self, initializer: Initializer, spec: SimpleSpec, dtype: Any):
+    def __init__(self, initializer: Initializer, spec: SimpleSpec, dtype: DTypeLike):
         embed_dim, hidden_dim = spec.embed_dim, spec.hidden_dim
         if hidden_dim is None:
             self.products = nnx.List(
@@ -52,5 +51,5 @@ class SimpleBlock(Sublayer):
         return x, {}
 
 
-def build(spec: SimpleSpec, initializer: Initializer, dtype: Any) -> SimpleBlock:
+def build(spec: SimpleSpec, initializer: Initializer, dtype: DTypeLike) -> SimpleBlock:
     return SimpleBlock(initializer, spec, dtype)
