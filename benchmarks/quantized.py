@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxtext import LLM
-from maxtext.inference.cache_config import make_cache_config
+from maxtext.inference.engine.cache_config import make_cache_config
 from maxtext.layers.inputs import LayerInputs
 from maxtext.models.configuration import load
 from maxtext.trainers.data_loader import EvalDataLoader, open_eval_streams

@@ -54,7 +54,7 @@ SCHEMA = {
 SERVER = """
 import sys
 from maxtext.cli import entry
-from maxtext.inference import program_cache
+from maxtext.inference.engine import program_cache
 program_cache.MAX_PROGRAMS = int(sys.argv.pop(1))
 entry.entry()
 """

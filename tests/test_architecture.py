@@ -120,8 +120,28 @@ def test_modules_import_each_other_in_one_direction():
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError
 
 
+def test_inner_rooms_of_inference_import_what_is_below_them():
+    """Sampling knows no sequences, the engine no text, and the text no server."""
+    order = ("sampling", "engine", "text", "evaluation", "server")
+    modules = module_files()
+    wrong = []
+    for name, path in modules.items():
+        parts = name.split(".")
+        if parts[:2] != ["maxtext", "inference"] or len(parts) < 3 or parts[2] not in order:
+            continue
+        above = order[order.index(parts[2]) + 1 :]
+        for other in imported_modules(path, modules):
+            if (
+                other.split(".")[:2] == parts[:2]
+                and other.split(".")[2:3]
+                and (other.split(".")[2] in above)
+            ):
+                wrong.append(f"{name} imports {other}")
+    assert not wrong
+
+
 def test_only_commands_import_the_server():
-    """Trainers parse tool calls and reasoning with `inference/parsers`, without HTTP."""
+    """Trainers parse tool calls and reasoning with `inference/text/parsers`, without HTTP."""
     modules = module_files()
     server = "maxtext.inference.server"
     importing = [

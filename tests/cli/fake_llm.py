@@ -12,8 +12,8 @@ import numpy as np
 from safetensors.numpy import save_file
 
 import maxtext.inference
-from maxtext.inference.logprobs import TokenLogprobs
 from maxtext.inference.requests import Completion
+from maxtext.inference.sampling.logprobs import TokenLogprobs
 from maxtext.tokenizers import ByteTokenizer
 from tests.tokenizers.tiny import CHATML
 

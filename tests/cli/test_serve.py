@@ -25,9 +25,9 @@ from maxtext.cli.terminal import CountBar
 from maxtext.cli.vllm_flags import KEYS, REFUSED, SWITCHES
 from maxtext.common.errors import ConfigError
 from maxtext.configs.types import MaxTextConfig
-from maxtext.inference.logprobs import MAX_LOGPROBS
-from maxtext.inference.parsers import reasoning, tool_calls
+from maxtext.inference.sampling.logprobs import MAX_LOGPROBS
 from maxtext.inference.server.app import ServerOptions
+from maxtext.inference.text.parsers import reasoning, tool_calls
 
 TINY = ["model_name=qwen3-0.6b", "override_model_config=true", "base_emb_dim=32"]
 TINY += ["base_num_query_heads=2", "base_num_kv_heads=1", "head_dim=16", "base_mlp_dim=48"]
@@ -324,7 +324,7 @@ def test_sigterm_while_the_model_is_loading_is_no_failure(program, tmp_path):
 SLOW_PREFILL = """
 import sys, time
 from maxtext.cli import entry
-from maxtext.inference.executor import Executor
+from maxtext.inference.engine.executor import Executor
 def prefill(*args):
     print("compiling", flush=True)
     time.sleep(600)

@@ -8,7 +8,7 @@ import sys
 import jax
 import pytest
 
-from maxtext.inference.engine import InferenceEngine
+from maxtext.inference.engine.engine import InferenceEngine
 from tests.inference import few_shapes
 from tests.support.random_requests import (
     KINDS,

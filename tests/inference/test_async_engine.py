@@ -9,7 +9,7 @@ import pytest
 
 from maxtext.inference import AsyncEngine, EngineError, GenerationRequest, SamplingParams
 from maxtext.inference import async_engine as module
-from maxtext.inference.executor import Executor
+from maxtext.inference.engine.executor import Executor
 from maxtext.inference.validation import RequestError
 
 pytestmark = pytest.mark.usefixtures("few_programs")
@@ -177,7 +177,9 @@ def test_running_sequences_do_not_wait_for_many_commands(engine, monkeypatch):
 
 def test_decode_programs_are_short_while_most_slots_are_free(llm, engine, programs, monkeypatch):
     """A request that arrives waits for the program that runs. Offline, none arrives."""
-    monkeypatch.setattr("maxtext.inference.engine.STEP_SECONDS", 60.0)  # any number of steps fits
+    monkeypatch.setattr(
+        "maxtext.inference.engine.engine.STEP_SECONDS", 60.0
+    )  # any number of steps fits
     params = SamplingParams(**LONG)
 
     def longest():

@@ -5,12 +5,12 @@ import pytest
 
 from maxtext import LLM
 from maxtext.inference import GenerationRequest, SamplingParams
-from maxtext.inference.block_pool import BlockPool
-from maxtext.inference.engine import InferenceEngine
-from maxtext.inference.prefix_cache import PrefixCache
-from maxtext.inference.programs import Programs
-from maxtext.inference.scheduler import Scheduler
-from maxtext.inference.sequence import Sequence
+from maxtext.inference.engine.block_pool import BlockPool
+from maxtext.inference.engine.engine import InferenceEngine
+from maxtext.inference.engine.prefix_cache import PrefixCache
+from maxtext.inference.engine.programs import Programs
+from maxtext.inference.engine.scheduler import Scheduler
+from maxtext.inference.engine.sequence import Sequence
 
 EXACT = {"dtype": "float32", "weight_dtype": "float32", "matmul_precision": "highest"}
 pytestmark = pytest.mark.usefixtures("few_programs")

@@ -6,9 +6,9 @@ import pytest
 
 from maxtext import LLM
 from maxtext.inference import GenerationRequest, SamplingParams
-from maxtext.inference.logprobs import TokenLogprobs
-from maxtext.inference.processing import OutputProcessor
-from maxtext.inference.sequence import StepOutput
+from maxtext.inference.engine.sequence import StepOutput
+from maxtext.inference.sampling.logprobs import TokenLogprobs
+from maxtext.inference.text.processing import OutputProcessor
 from maxtext.inference.validation import RequestError
 from maxtext.tokenizers import ByteTokenizer
 

@@ -12,7 +12,7 @@ import pytest
 from maxtext import LLM
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.inference import GenerationRequest, SamplingParams
-from maxtext.inference.executor import Executor
+from maxtext.inference.engine.executor import Executor
 from maxtext.layers.context import REFERENCE
 from tests.compiling import cpu_devices
 from tests.forked import run_python
@@ -310,8 +310,8 @@ def test_warm_up_compiles_programs_for_subsets_of_the_slots(folder, monkeypatch)
     """As on a GPU, where two numbers of decode steps are two programs."""
     build = replace(REFERENCE, platform="gpu", num_devices=2)
     monkeypatch.setattr("maxtext.inference.llm.inference_context", lambda config, rules: build)
-    monkeypatch.setattr("maxtext.inference.executor.MIN_DECODE_ROWS", 1)
-    monkeypatch.setattr("maxtext.inference.engine.STEP_SECONDS", 100.0)
+    monkeypatch.setattr("maxtext.inference.engine.executor.MIN_DECODE_ROWS", 1)
+    monkeypatch.setattr("maxtext.inference.engine.engine.STEP_SECONDS", 100.0)
     sizes = {"max_target_length": 32, "max_prefill_predict_length": 8, "per_device_batch_size": 4}
     pages = {"attention": "paged", "pagedattn_tokens_per_page": 8, "pagedattn_num_pages": 16}
     llm = LLM.load(folder, **{**EXACT, **pages}, **sizes, enable_model_warmup=True)
@@ -333,7 +333,7 @@ def test_nothing_is_compiled_after_the_warm_up_where_prompts_share_rows(folder, 
     monkeypatch.setattr("maxtext.inference.llm.inference_context", lambda config, rules: build)
     monkeypatch.setattr(Executor, "supports_packing", True)
     packed_shapes = ((16, 3), (32, 3), (64, 3), (64, 7))
-    monkeypatch.setattr("maxtext.inference.shapes.PACKED_SHAPES", packed_shapes)
+    monkeypatch.setattr("maxtext.inference.engine.shapes.PACKED_SHAPES", packed_shapes)
     sizes = {"max_target_length": 32, "max_prefill_predict_length": 24, "per_device_batch_size": 6}
     pages = {"attention": "paged", "pagedattn_tokens_per_page": 8, "pagedattn_num_pages": 24}
     llm = LLM.load(folder, **{**EXACT, **pages}, **sizes, enable_model_warmup=True)

@@ -1,7 +1,7 @@
 """Scripted conversations."""
 
 from maxtext.inference.requests import GenerationRequest
-from maxtext.inference.sampling_params import SamplingParams
+from maxtext.inference.sampling.params import SamplingParams
 from maxtext.trainers.methods.rl.agents.conversations import Conversation
 from maxtext.trainers.methods.rl.rollout import Rollout
 

@@ -1,7 +1,7 @@
 """A prefix cache with its store."""
 
-from maxtext.inference.block_pool import BlockPool
-from maxtext.inference.prefix_cache import PrefixCache
+from maxtext.inference.engine.block_pool import BlockPool
+from maxtext.inference.engine.prefix_cache import PrefixCache
 
 
 class FakeStore:

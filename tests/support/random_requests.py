@@ -8,10 +8,10 @@ import numpy as np
 
 from maxtext.configs.derive import Devices
 from maxtext.configs.sources import from_overrides
-from maxtext.inference.programs import Programs
+from maxtext.inference.engine.programs import Programs
 from maxtext.inference.requests import GenerationRequest
-from maxtext.inference.sampling import BatchedSamplingParams, sample, token_keys
-from maxtext.inference.sampling_params import SamplingMode, SamplingParams
+from maxtext.inference.sampling.params import SamplingMode, SamplingParams
+from maxtext.inference.sampling.sampler import BatchedSamplingParams, sample, token_keys
 from maxtext.layers.context import REFERENCE
 from maxtext.layers.inputs import LayerInputs
 from maxtext.models.configuration import load

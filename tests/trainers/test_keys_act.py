@@ -282,8 +282,8 @@ EXEMPT = {
     "test_nonfinite.py",
     "abort_on_inf_loss": "as abort_on_nan_loss: test_nonfinite.py",
     "enable_data_shuffling": "the order of the data: tests/input_pipeline/test_grain_coverage.py",
-    "use_ragged_attention": "read when text is generated: tests/inference/test_scheduler.py",
-    "ragged_block_size": "read when text is generated: tests/inference/test_scheduler.py",
+    "use_ragged_attention": "read when text is generated: tests/inference/engine/test_scheduler.py",
+    "ragged_block_size": "read when text is generated: tests/inference/engine/test_scheduler.py",
     "data_shuffle_seed": "the order of the data: tests/input_pipeline, tests/e2e/test_train.py",
 }
 

@@ -11,11 +11,11 @@ from maxtext.cli.generation import GenerationSession
 from maxtext.common.errors import UserError
 from maxtext.configs.sources import suggest
 from maxtext.inference.requests import GenerationRequest
-from maxtext.inference.sampling_params import SamplingParams
+from maxtext.inference.sampling.params import SamplingParams
+from maxtext.inference.sampling.structured_outputs import parse_response_format
 from maxtext.inference.server.fields import SamplingFields, given_sampling
 from maxtext.inference.server.protocol import validate
 from maxtext.inference.strict_json import JsonReader
-from maxtext.inference.structured_outputs import parse_response_format
 from maxtext.inference.validation import shorten
 
 # Results carry the id, so all of a line can be written as JSON again: Python's writer has limits.

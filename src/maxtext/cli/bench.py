@@ -25,7 +25,7 @@ from maxtext.configs.types import MaxTextConfig
 
 if TYPE_CHECKING:
     from maxtext.inference import LLM
-    from maxtext.inference.engine import InferenceEngine
+    from maxtext.inference.engine.engine import InferenceEngine
 
 PROMPT_INDICES = itertools.count()
 
@@ -100,7 +100,7 @@ def measure_decode(llm: "LLM", batch: int, length: int, repeats: int) -> dict[st
     """The time of a decode step with a batch of sequences."""
     import jax
 
-    from maxtext.inference.batches import MAX_DECODE_STEPS
+    from maxtext.inference.engine.batches import MAX_DECODE_STEPS
 
     max_length = length + MAX_DECODE_STEPS * (repeats + 3)
     engine = llm.engine_for(batch, max_length)
@@ -156,7 +156,7 @@ def prefill_batch(
 def measure_samples(llm: "LLM", count: int, length: int, repeats: int) -> dict[str, Any]:
     """The time of several completions of one prompt, as long as one decode program."""
     from maxtext.inference import GenerationRequest, SamplingParams
-    from maxtext.inference.batches import MAX_DECODE_STEPS
+    from maxtext.inference.engine.batches import MAX_DECODE_STEPS
 
     engine = llm.engine_for(count, length + MAX_DECODE_STEPS)
 

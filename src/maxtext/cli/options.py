@@ -19,7 +19,7 @@ from maxtext.common.files import local_path
 ALLOWED_HOST = re.compile(r"\*|(\.?[\w-]+(\.[\w-]+)*|\[[0-9a-f:]+\])(:[0-9]+)?", re.ASCII)
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s?#@A-Z]+")  # of a page; browsers send lower case
 KEY_VARIABLE = "MAXTEXT_API_KEY"
-MAX_LOGPROBS = 128  # of inference/logprobs.py, whose import takes seconds
+MAX_LOGPROBS = 128  # of inference/sampling/logprobs.py, whose import takes seconds
 
 
 def read_host(text: str) -> str:

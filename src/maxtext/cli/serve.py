@@ -138,11 +138,11 @@ def serve_until_signal(
 
 def build_model(parsed: ServeArguments, session: GenerationSession) -> "ServedModel":
     from maxtext.inference.async_engine import AsyncEngine
-    from maxtext.inference.parsers.reasoning import find_reasoning_parser
-    from maxtext.inference.parsers.tool_calls import find_tool_parser
-    from maxtext.inference.sampling_params import SamplingParams
+    from maxtext.inference.sampling.params import SamplingParams
     from maxtext.inference.server.model import ServedModel, read_sampling_defaults
     from maxtext.inference.server.request_parser import DEFAULT_TEMPERATURE
+    from maxtext.inference.text.parsers.reasoning import find_reasoning_parser
+    from maxtext.inference.text.parsers.tool_calls import find_tool_parser
     from maxtext.tokenizers import chat_template
 
     template = chat_template(session.config, session.tokenizer)

@@ -9,7 +9,7 @@ MODULES = {
     "EngineError": "errors",
     "GenerationRequest": "requests",
     "Completion": "requests",
-    "SamplingParams": "sampling_params",
+    "SamplingParams": "sampling.params",
 }
 
 

@@ -18,9 +18,9 @@ from maxtext.checkpoint.weights import ModelWeights, ParamInfo
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.common.files import local_path
 from maxtext.configs.types import MaxTextConfig
-from maxtext.inference.engine import InferenceEngine
+from maxtext.inference.engine.engine import InferenceEngine
+from maxtext.inference.engine.model import InferenceModel
 from maxtext.inference.loading import merge_model
-from maxtext.inference.model import InferenceModel
 from maxtext.layers.context import BuildContext
 from maxtext.layers.lora import split_adapter
 from maxtext.layers.parameters import Template

@@ -17,13 +17,13 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from maxtext.common.log import LOGGER
+from maxtext.inference.engine.program_cache import Compilation
+from maxtext.inference.engine.sequence import Sequence
 from maxtext.inference.errors import EngineError
 from maxtext.inference.llm import LLM
-from maxtext.inference.program_cache import Compilation
 from maxtext.inference.requests import GenerationRequest
-from maxtext.inference.sequence import Sequence
-from maxtext.inference.session import EngineSession, PreparedRequest
-from maxtext.inference.streams import (
+from maxtext.inference.text.session import EngineSession, PreparedRequest
+from maxtext.inference.text.streams import (
     END,
     AsyncCompletionStream,
     BaseStream,

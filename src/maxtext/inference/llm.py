@@ -31,10 +31,11 @@ from maxtext.configs.sources import from_python
 from maxtext.configs.startup import configure_process
 from maxtext.configs.types import MaxTextConfig
 from maxtext.inference.adapter_methods import AdapterMethods
-from maxtext.inference.bad_words import build_matcher
-from maxtext.inference.cache_config import MAX_CACHE_FRACTION, fit_slots
-from maxtext.inference.engine import InferenceEngine
-from maxtext.inference.grammar import GrammarCompiler
+from maxtext.inference.engine.cache_config import MAX_CACHE_FRACTION, fit_slots
+from maxtext.inference.engine.engine import InferenceEngine
+from maxtext.inference.engine.programs import Programs
+from maxtext.inference.engine.shapes import next_power_of_two
+from maxtext.inference.engine.warmup import warmup_requests
 from maxtext.inference.loading import (
     Folders,
     find_eos_ids,
@@ -44,7 +45,13 @@ from maxtext.inference.loading import (
     read_adapters,
     resolve_config,
 )
-from maxtext.inference.processing import (
+from maxtext.inference.requests import Completion, CompletionDelta, GenerationRequest
+from maxtext.inference.sampling.bad_words import build_matcher
+from maxtext.inference.sampling.grammar import GrammarCompiler
+from maxtext.inference.sampling.params import SamplingParams
+from maxtext.inference.sampling.sampler import derive_seed, fold_seed
+from maxtext.inference.sampling.structured_outputs import StructuredOutputs
+from maxtext.inference.text.processing import (
     NO_TOKENIZER,
     are_token_ids,
     check_positions,
@@ -52,15 +59,8 @@ from maxtext.inference.processing import (
     sequence_length,
     tokenize,
 )
-from maxtext.inference.programs import Programs
-from maxtext.inference.requests import Completion, CompletionDelta, GenerationRequest
-from maxtext.inference.sampling import derive_seed, fold_seed
-from maxtext.inference.sampling_params import SamplingParams
-from maxtext.inference.session import EngineSession, PreparedRequest
-from maxtext.inference.shapes import next_power_of_two
-from maxtext.inference.structured_outputs import StructuredOutputs
+from maxtext.inference.text.session import EngineSession, PreparedRequest
 from maxtext.inference.validation import RequestError
-from maxtext.inference.warmup import warmup_requests
 from maxtext.layers.context import BuildContext
 from maxtext.layers.parameters import Template
 from maxtext.models.transformer import make_template, refuse_absent_kernels

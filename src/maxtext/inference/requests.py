@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from maxtext.inference.logprobs import TokenLogprobs
-from maxtext.inference.sampling_params import SamplingParams
+from maxtext.inference.sampling.logprobs import TokenLogprobs
+from maxtext.inference.sampling.params import SamplingParams
 
 
 @dataclass(frozen=True)

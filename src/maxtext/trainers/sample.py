@@ -4,10 +4,10 @@ import jax
 
 from maxtext.common.errors import ConfigError
 from maxtext.configs.types import MaxTextConfig
-from maxtext.inference.engine import InferenceEngine
-from maxtext.inference.programs import Programs
+from maxtext.inference.engine.engine import InferenceEngine
+from maxtext.inference.engine.programs import Programs
 from maxtext.inference.requests import GenerationRequest
-from maxtext.inference.sampling_params import SamplingParams
+from maxtext.inference.sampling.params import SamplingParams
 from maxtext.models.transformer import build_context
 from maxtext.sharding.state import on_device
 from maxtext.tokenizers import Tokenizer, load_tokenizer

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from maxtext.common.errors import ConfigError, UserError
-from maxtext.inference import shapes
+from maxtext.inference.engine import shapes
 from maxtext.inference.evaluation.loglikelihood import (
     TokenSpan,
     batch_indices,

@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from maxtext.inference.logprobs import TokenLogprobs
 from maxtext.inference.requests import Completion, CompletionDelta
+from maxtext.inference.sampling.logprobs import TokenLogprobs
 from maxtext.inference.server.completions_writer import ChoiceFormatter
 from maxtext.inference.server.messages import MessageFormat
 

@@ -9,7 +9,7 @@ import pytest
 
 from maxtext.cli.batch_requests import BatchLine
 from maxtext.inference.errors import EngineError
-from maxtext.inference.sampling_params import SamplingParams
+from maxtext.inference.sampling.params import SamplingParams
 from maxtext.inference.server.errors import ApiError
 from maxtext.inference.server.model import ServedModel
 from maxtext.inference.server.protocol import (

@@ -19,9 +19,9 @@ from maxtext.inference.evaluation.perplexity import (
     read_texts,
 )
 from maxtext.inference.llm import LLM
-from maxtext.inference.processing import NO_TOKENIZER
 from maxtext.inference.requests import GenerationRequest
-from maxtext.inference.sampling_params import SamplingParams
+from maxtext.inference.sampling.params import SamplingParams
+from maxtext.inference.text.processing import NO_TOKENIZER
 from maxtext.tokenizers import ChatTemplate
 
 STDLIB = "stdlib"  # the perplexity of sources of Python's standard library

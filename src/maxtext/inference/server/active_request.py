@@ -8,8 +8,8 @@ from contextlib import aclosing
 from maxtext.inference.async_engine import AsyncEngine
 from maxtext.inference.requests import CompletionDelta
 from maxtext.inference.server.metrics import ServerMetrics
-from maxtext.inference.session import PreparedRequest
-from maxtext.inference.streams import AsyncCompletionStream
+from maxtext.inference.text.session import PreparedRequest
+from maxtext.inference.text.streams import AsyncCompletionStream
 
 
 class ActiveRequest:

@@ -48,7 +48,7 @@ from maxtext.inference.server.protocol import (
 )
 from maxtext.inference.server.request_parser import ApiRequest, RequestParser
 from maxtext.inference.server.responses_writer import ResponsesWriter
-from maxtext.inference.session import PreparedRequest
+from maxtext.inference.text.session import PreparedRequest
 
 BODY_SECONDS = 30.0  # to receive a body
 MAX_IGNORED_SHOWN = 20  # names of fields in a header

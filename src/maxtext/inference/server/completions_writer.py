@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from maxtext.common.sequences import common_prefix_length
-from maxtext.inference.detokenizer import REPLACEMENT
-from maxtext.inference.grammar import FAILURE
-from maxtext.inference.logprobs import TokenLogprobs
 from maxtext.inference.requests import Completion, CompletionDelta
+from maxtext.inference.sampling.grammar import FAILURE
+from maxtext.inference.sampling.logprobs import TokenLogprobs
 from maxtext.inference.server.active_request import ActiveRequest
 from maxtext.inference.server.errors import FINISH_REASONS, SERVER_ERROR, ApiError
 from maxtext.inference.server.events import DONE, encode_event, encode_json
@@ -22,6 +21,7 @@ from maxtext.inference.server.ids import new_id
 from maxtext.inference.server.messages import MessageBuilder
 from maxtext.inference.server.model import ServedModel
 from maxtext.inference.server.request_parser import ApiRequest
+from maxtext.inference.text.detokenizer import REPLACEMENT
 
 Json = dict[str, Any]
 MAX_CHARACTER_TOKENS = 8  # the most tokens of one character: it has four bytes at most

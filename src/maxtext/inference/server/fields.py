@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model, model_validator
 
-from maxtext.inference.sampling_params import SamplingParams
-from maxtext.inference.structured_outputs import StructuredOutputs, parse_response_format
+from maxtext.inference.sampling.params import SamplingParams
+from maxtext.inference.sampling.structured_outputs import StructuredOutputs, parse_response_format
 from maxtext.inference.validation import RequestError, shorten
 
 UNSUPPORTED = "unsupported_parameter"  # the code of an error

@@ -3,17 +3,17 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from maxtext.inference.parsers.message_parser import (
+from maxtext.inference.server.ids import new_id
+from maxtext.inference.server.tools import ToolOptions
+from maxtext.inference.text.parsers.message_parser import (
     FirstCallParser,
     MessageDelta,
     MessageParser,
     ParserChain,
     TagFilter,
 )
-from maxtext.inference.parsers.reasoning import Reasoning
-from maxtext.inference.parsers.tool_calls import PARSER_TAGS
-from maxtext.inference.server.ids import new_id
-from maxtext.inference.server.tools import ToolOptions
+from maxtext.inference.text.parsers.reasoning import Reasoning
+from maxtext.inference.text.parsers.tool_calls import PARSER_TAGS
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import AfterValidator, Field, PlainValidator, ValidationError, model_validator
 
-from maxtext.inference.sampling_params import SamplingParams
+from maxtext.inference.sampling.params import SamplingParams
 from maxtext.inference.server.conversation import MAX_DEPTH, Message, parse_messages, read_items
 from maxtext.inference.server.fields import (
     NEUTRAL_VALUES,

@@ -8,9 +8,9 @@ from typing import Any
 
 from maxtext.common.errors import UserError
 from maxtext.inference.llm import prompt_seed
-from maxtext.inference.parsers.reasoning import Reasoning
 from maxtext.inference.requests import GenerationRequest
-from maxtext.inference.sampling_params import MAX_N, SamplingParams
+from maxtext.inference.sampling.params import MAX_N, SamplingParams
+from maxtext.inference.sampling.structured_outputs import StructuredOutputs
 from maxtext.inference.server.fields import (
     UNSUPPORTED,
     ChoiceFields,
@@ -27,7 +27,7 @@ from maxtext.inference.server.protocol import (
     ResponsesRequest,
 )
 from maxtext.inference.server.tools import ToolOptions
-from maxtext.inference.structured_outputs import StructuredOutputs
+from maxtext.inference.text.parsers.reasoning import Reasoning
 from maxtext.inference.validation import RequestError, check_range, check_whole_number
 from maxtext.tokenizers.chat import TemplateRefusal
 

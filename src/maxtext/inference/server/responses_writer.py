@@ -5,7 +5,6 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
-from maxtext.inference.parsers.message_parser import MessageDelta
 from maxtext.inference.requests import Completion
 from maxtext.inference.server.active_request import ActiveRequest
 from maxtext.inference.server.completions_writer import Json, finish
@@ -13,6 +12,7 @@ from maxtext.inference.server.events import encode_json
 from maxtext.inference.server.ids import new_id
 from maxtext.inference.server.model import ServedModel
 from maxtext.inference.server.request_parser import ApiRequest
+from maxtext.inference.text.parsers.message_parser import MessageDelta
 
 # The part of an item with text by the type of the item; events about it have the same name.
 PARTS = {"message": "output_text", "reasoning": "reasoning_text"}

@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from maxtext.common.log import LOGGER
-from maxtext.inference.parsers.message_parser import (
+from maxtext.inference.sampling.structured_outputs import StructuredOutputs, schema_text
+from maxtext.inference.text.parsers.message_parser import (
     MessageParser,
     NamedCallParser,
     RequiredCallParser,
 )
-from maxtext.inference.parsers.tool_calls import build_tool_parser
-from maxtext.inference.structured_outputs import StructuredOutputs, schema_text
+from maxtext.inference.text.parsers.tool_calls import build_tool_parser
 from maxtext.inference.validation import RequestError, shorten
 
 ANY_OBJECT = {"type": "object"}

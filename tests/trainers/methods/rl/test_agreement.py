@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from maxtext.inference.requests import GenerationRequest
-from maxtext.inference.sampling_params import SamplingParams
+from maxtext.inference.sampling.params import SamplingParams
 from maxtext.models.transformer import initial_weights
 from maxtext.trainers.data_loader import to_devices
 from maxtext.trainers.methods.rl.rollout import RolloutEngine

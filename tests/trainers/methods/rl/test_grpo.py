@@ -15,7 +15,7 @@ import transformers
 
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.configs.sources import HERE, from_python
-from maxtext.inference.sampling_params import SamplingParams
+from maxtext.inference.sampling.params import SamplingParams
 from maxtext.trainers import tune
 from maxtext.trainers.configuration import load_run
 from maxtext.trainers.data_loader import open_train_streams

@@ -12,7 +12,7 @@ from maxtext.configs.derive import Devices
 from maxtext.configs.sources import HERE, from_python
 from maxtext.inference import LLM
 from maxtext.inference.requests import Completion, GenerationRequest
-from maxtext.inference.sampling_params import SamplingParams
+from maxtext.inference.sampling.params import SamplingParams
 from maxtext.models.configuration import load
 from maxtext.tokenizers import open_tokenizer
 from maxtext.trainers import tune

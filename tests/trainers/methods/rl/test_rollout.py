@@ -12,7 +12,7 @@ from maxtext.common.errors import UserError
 from maxtext.common.trees import flatten_dict
 from maxtext.inference.llm import LLM
 from maxtext.inference.requests import GenerationRequest
-from maxtext.inference.sampling_params import SamplingParams
+from maxtext.inference.sampling.params import SamplingParams
 from maxtext.layers.context import BuildContext
 from maxtext.models.transformer import initial_weights, make_template
 from maxtext.trainers.methods.rl.rollout import Rollout, RolloutEngine, merged_template, sample_seed

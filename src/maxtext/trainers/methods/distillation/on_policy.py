@@ -14,7 +14,7 @@ import numpy as np
 
 from maxtext.configs.types import MaxTextConfig
 from maxtext.inference.requests import GenerationRequest
-from maxtext.inference.sampling_params import SamplingParams
+from maxtext.inference.sampling.params import SamplingParams
 from maxtext.input_pipeline import Batch
 from maxtext.trainers.data_loader import DeviceBatch
 from maxtext.trainers.methods.distillation.gkd import GKDObjective

@@ -11,7 +11,7 @@ import numpy as np
 from maxtext.common.log import LOGGER
 from maxtext.configs.types import MaxTextConfig
 from maxtext.inference.requests import GenerationRequest
-from maxtext.inference.sampling_params import SamplingParams
+from maxtext.inference.sampling.params import SamplingParams
 from maxtext.input_pipeline import Batch
 from maxtext.input_pipeline.interface import RECORD
 from maxtext.tokenizers import Tokenizer

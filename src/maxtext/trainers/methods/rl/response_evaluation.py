@@ -20,7 +20,7 @@ from maxtext.configs.eval_sampling import evaluation_sampling
 from maxtext.configs.types import MaxTextConfig
 from maxtext.inference.llm import LLM
 from maxtext.inference.requests import GenerationRequest
-from maxtext.inference.sampling_params import SamplingParams
+from maxtext.inference.sampling.params import SamplingParams
 from maxtext.input_pipeline.interface import Split
 from maxtext.input_pipeline.loader import open_data_streams
 from maxtext.input_pipeline.row_formats import PROMPTS

@@ -22,14 +22,14 @@ import numpy as np
 from maxtext.checkpoint.open import Checkpoint, open_checkpoint
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.configs.types import MaxTextConfig
-from maxtext.inference.cache_config import fit_slots, make_cache_config
-from maxtext.inference.engine import InferenceEngine
+from maxtext.inference.engine.cache_config import fit_slots, make_cache_config
+from maxtext.inference.engine.engine import InferenceEngine
+from maxtext.inference.engine.programs import Programs
 from maxtext.inference.llm import MAX_SLOTS
 from maxtext.inference.loading import find_eos_ids
-from maxtext.inference.processing import OutputProcessor
-from maxtext.inference.programs import Programs
 from maxtext.inference.requests import GenerationRequest
-from maxtext.inference.sampling import derive_seed
+from maxtext.inference.sampling.sampler import derive_seed
+from maxtext.inference.text.processing import OutputProcessor
 from maxtext.input_pipeline import Batch
 from maxtext.input_pipeline.packing import pad_row
 from maxtext.input_pipeline.sequences import masked_sequence

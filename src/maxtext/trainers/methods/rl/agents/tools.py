@@ -16,9 +16,9 @@ from functools import partial
 from typing import Any
 
 from maxtext.common.errors import ConfigError
-from maxtext.inference.parsers import tool_calls
-from maxtext.inference.parsers.reasoning import PARSER_TAGS as REASONING_TAGS
-from maxtext.inference.parsers.reasoning import Reasoning, find_reasoning_parser
+from maxtext.inference.text.parsers import tool_calls
+from maxtext.inference.text.parsers.reasoning import PARSER_TAGS as REASONING_TAGS
+from maxtext.inference.text.parsers.reasoning import Reasoning, find_reasoning_parser
 from maxtext.trainers.methods.rl.agents.environment import Message, SingleTurn, Step
 from maxtext.trainers.methods.rl.agents.function_schema import Schema, function_schema
 

@@ -1,0 +1,339 @@
+"""The batches of prefill and decode: arrays that are built on the host and read by the programs.
+
+Shapes: N slots, R rows, C tokens of a row, P blocks of a block table.
+"""
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+
+from maxtext.inference.engine import sequence, shapes
+from maxtext.inference.sampling.bad_words import fill_token_masks
+from maxtext.inference.sampling.grammar_batch import ALL_TOKENS, INACTIVE, GrammarBatch
+from maxtext.inference.sampling.logprobs import NONE, program_count
+from maxtext.inference.sampling.params import SamplingMode, SamplingParams
+from maxtext.inference.sampling.sampler import BatchedSamplingParams, batch_mode
+from maxtext.kernels.decode.prefix_attention import PrefixGroups
+
+MAX_DECODE_STEPS = 16  # tokens of a slot in one decode program
+STATIC_DECODE_STEPS = (4, MAX_DECODE_STEPS)  # where the number of steps is static
+MAX_BLOCKS = 2**31 - 1  # more than any pool has
+STATIC: Any = {"static": True}  # part of the compiled program, not an array
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class PrefillBatch:
+    """Tokens of prompts, to be written into slots."""
+
+    token_ids: Any  # [R, C]; with segments [1, C]
+    positions: Any  # like token_ids; -1 is padding, after the tokens
+    slots: Any  # [R]; N for a padding row
+    block_tables: Any  # [R, P]
+    is_complete: Any  # [R] bool, whether the prompt ends here, so that a token is sampled
+    params: BatchedSamplingParams
+    adapter_ids: Any = None  # [R], the adapter of each prompt; None: the model has no adapters
+    grammar: GrammarBatch | None = None  # if a grammar constrains the token of some row
+    # Where one row holds all R prompts: the prompt of each token, counted from 1; 0 is padding.
+    segments: Any = None
+    targets: Any = None  # like token_ids: the token after each, if a request wants its prompt's
+    num_prompt_logprobs: int = field(default=NONE, metadata=STATIC)
+    from_start: bool = field(default=False, metadata=STATIC)  # no row has earlier tokens
+    kv_len: int = field(default=0, metadata=STATIC)  # KV cache positions to read; 0: all
+    mode: SamplingMode = field(default=SamplingMode.GREEDY, metadata=STATIC)
+    num_logprobs: int = field(default=NONE, metadata=STATIC)  # most likely tokens to return
+    has_processors: bool = field(default=False, metadata=STATIC)  # of logits, in any row
+    keeps_logits: bool = field(default=False, metadata=STATIC)  # for a `ForkBatch`
+
+    @property
+    def description(self) -> str:
+        """Of the program for it."""
+        rows, tokens = self.token_ids.shape
+        return f"prefill of {rows} x {tokens} tokens"
+
+
+@dataclass(frozen=True)
+class PrefilledPrompt:
+    """A sequence whose prompt has just been prefilled, and the row of its logits [R, V]."""
+
+    sequence: sequence.Sequence
+    logits: jax.Array
+    row: int
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class ForkBatch:
+    """Sequences with the prompt of another one, which has just been prefilled. They share its full
+    blocks. If the last one is not full, each gets a copy of it."""
+
+    rows: Any  # [N], the row of the prompt in the logits of its prefill
+    slots: Any  # [N], of the sequences; N is padding
+    positions: Any  # [N], of the tokens to sample
+    last_blocks: Any  # [N], the block with the last token of the prompt
+    own_blocks: Any  # [N], that of each sequence, or the same; out of bounds: padding
+    params: BatchedSamplingParams
+    adapter_ids: Any = None  # [N]; None: the model has no adapters
+    mode: SamplingMode = field(default=SamplingMode.GREEDY, metadata=STATIC)
+    num_logprobs: int = field(default=NONE, metadata=STATIC)  # most likely tokens to return
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class DecodeBatch:
+    """Which slots to extend, and where their blocks are."""
+
+    block_tables: Any  # [N, P], or [R, P] with `slots`
+    finished_mask: Any  # [N] bool, slots whose sequence the host has finished
+    num_steps: Any  # int32
+    # [R], the slots to extend; N is padding, and no other slot occurs twice. None: all slots.
+    slots: Any = None
+    prefix_groups: PrefixGroups | None = None  # rows that share blocks, which are read once
+    grammar: GrammarBatch | None = None
+    static_steps: int = field(default=0, metadata=STATIC)  # instead of num_steps; 0: num_steps
+    contiguous: bool = field(default=False, metadata=STATIC)  # slot n has block n only
+    kv_len: int = field(default=0, metadata=STATIC)  # KV cache positions to read; 0: all
+    mode: SamplingMode = field(default=SamplingMode.GREEDY, metadata=STATIC)
+    num_logprobs: int = field(default=NONE, metadata=STATIC)  # most likely tokens to return
+    has_processors: bool = field(default=False, metadata=STATIC)  # of logits, in any row
+
+    @property
+    def description(self) -> str:
+        """Of the program for it."""
+        limit = f" of up to {self.kv_len} tokens" if self.kv_len else ""
+        return f"decode of {len(self.block_tables)} sequences{limit}"
+
+
+@dataclass(frozen=True)
+class BatchBuilder:
+    """Builds batches of sequences in the shapes that an executor has programs for."""
+
+    num_slots: int
+    max_blocks: int  # of one sequence
+    block_size: int
+    contiguous: bool
+    few_programs: bool  # few shapes and static numbers of steps, since compilation is slow
+    reads_in_place: bool  # decode reads blocks in place, as far as they are filled
+    decode_rows: tuple[int, ...]  # how many slots a decode program may have, in increasing order
+    vocab_size: int
+    has_adapters: bool = False
+    can_roll_back: bool = False  # the newest tokens of a sequence can be dropped from its caches
+    groups_prefixes: bool = False  # decode reads blocks of several sequences once
+    forks_prompts: bool = False  # sequences may start from the prefill of another
+
+    def prefill(
+        self, chunks: Sequence[tuple[sequence.Sequence, int]], packed: bool
+    ) -> PrefillBatch:
+        """The next `count` tokens of each (sequence, count), all in one row if `packed`."""
+        sequences = [seq for seq, _ in chunks]
+        if packed:
+            width, rows = shapes.packed_shape(sum(count for _, count in chunks), len(chunks))
+        else:
+            width = shapes.row_tokens(chunks[0][1])
+            rows = shapes.prefill_rows(len(chunks), width, self.num_slots, self.few_programs)
+        shape = (1 if packed else rows, width)
+        token_ids = np.zeros(shape, np.int32)
+        positions = np.full(shape, -1, np.int32)
+        adapter_ids = np.zeros(rows, np.int32)
+        segments = np.zeros(shape, np.int32)
+        slots = np.full(rows, self.num_slots, np.int32)
+        is_complete = np.zeros(rows, bool)
+        offset = 0
+        for row, (seq, count) in enumerate(chunks):
+            start, end = seq.num_computed, seq.num_computed + count
+            index = (0, slice(offset, offset + count)) if packed else (row, slice(count))
+            token_ids[index] = seq.token_ids[start:end]
+            positions[index] = np.arange(start, end)
+            segments[index] = row + 1
+            offset += count
+            slots[row] = seq.slot
+            adapter_ids[row] = seq.adapter_slot
+            is_complete[row] = end >= seq.prefill_length
+        params = [seq.params for seq in sequences]
+        from_start = sequences[0].num_computed == 0
+        complete = [index for index in range(len(chunks)) if is_complete[index]]
+        num_prompt_logprobs = program_count(
+            (seq.params.prompt_logprobs for seq in sequences if seq.wants_prompt_logprobs),
+            self.vocab_size,
+        )
+        return PrefillBatch(
+            token_ids=token_ids,
+            positions=positions,
+            slots=slots,
+            block_tables=self.block_tables(sequences, rows, range(len(sequences))),
+            is_complete=is_complete,
+            params=sampling_params(sequences, rows),
+            adapter_ids=adapter_ids if self.has_adapters else None,
+            grammar=grammar_batch(
+                [sequences[index] for index in complete], rows, complete, can_roll_back=False
+            ),
+            segments=segments if packed else None,
+            from_start=from_start,
+            kv_len=0 if from_start else self.kv_len(seq.num_computed + n for seq, n in chunks),
+            mode=batch_mode(params[index] for index in complete),
+            num_logprobs=program_count(
+                (params[index].logprobs for index in complete), self.vocab_size
+            ),
+            targets=self.targets(chunks, shape) if num_prompt_logprobs != NONE else None,
+            num_prompt_logprobs=num_prompt_logprobs,
+            has_processors=any(params[index].has_processors for index in complete),
+            keeps_logits=self.forks_prompts,
+        )
+
+    def fork(self, forks: Sequence[tuple[PrefilledPrompt, sequence.Sequence]]) -> ForkBatch:
+        """For sequences with the prompts of one prefill. The batch has room for all slots, so that
+        one program serves any number."""
+        prompts, sequences = zip(*forks, strict=True)
+        padding = self.num_slots - len(sequences)
+        params = [seq.params for seq in sequences]
+        last_block = [(len(seq.prompt_ids) - 1) // self.block_size for seq in sequences]
+
+        def column(values: Iterable[int], fill: int = 0) -> np.ndarray:
+            return np.array([*values, *[fill] * padding], np.int32)
+
+        return ForkBatch(
+            rows=column(prompt.row for prompt in prompts),
+            slots=column((seq.slot for seq in sequences), self.num_slots),
+            positions=column(len(seq.prompt_ids) for seq in sequences),
+            last_blocks=column(
+                prompt.sequence.blocks[i] for prompt, i in zip(prompts, last_block, strict=True)
+            ),
+            own_blocks=column(
+                (seq.blocks[i] for seq, i in zip(sequences, last_block, strict=True)), MAX_BLOCKS
+            ),
+            params=sampling_params(sequences, self.num_slots),
+            adapter_ids=column(seq.adapter_slot for seq in sequences)
+            if self.has_adapters
+            else None,
+            mode=batch_mode(params),
+            num_logprobs=program_count((each.logprobs for each in params), self.vocab_size),
+        )
+
+    def targets(
+        self, chunks: Sequence[tuple[sequence.Sequence, int]], shape: tuple[int, int]
+    ) -> np.ndarray:
+        """The token after each of a prefill batch; 0 where that is not known yet."""
+        targets = np.zeros(shape, np.int32)
+        packed = shape[0] == 1 and len(chunks) > 1
+        for (seq, count), (row, offset) in zip(chunks, chunk_offsets(chunks, packed), strict=True):
+            start = seq.num_computed
+            following = seq.token_ids[start + 1 : start + count + 1]
+            targets[row, offset : offset + len(following)] = following
+        return targets
+
+    def decode(
+        self,
+        sequences: Sequence[sequence.Sequence],
+        num_steps: int,
+        finished_slots: Iterable[int],
+    ) -> tuple[DecodeBatch, list[int]]:
+        """A batch for sequences that have their blocks, and the column of each in its output."""
+        finished_mask = np.zeros(self.num_slots, bool)
+        finished_mask[list(finished_slots)] = True
+        rows = next(count for count in self.decode_rows if count >= len(sequences))
+        columns = [seq.slot for seq in sequences]
+        slots = None
+        if rows < self.num_slots:
+            slots = np.full(rows, self.num_slots, np.int32)
+            slots[: len(sequences)] = columns
+            columns = list(range(len(sequences)))
+        kv_len = 0 if self.reads_in_place else self.kv_len(seq.num_computed for seq in sequences)
+        batch = DecodeBatch(
+            block_tables=self.block_tables(sequences, rows, columns),
+            finished_mask=finished_mask,
+            num_steps=np.int32(num_steps),
+            slots=slots,
+            prefix_groups=self.prefix_groups(sequences, rows, columns),
+            grammar=grammar_batch(sequences, rows, columns, self.can_roll_back),
+            static_steps=num_steps if self.few_programs else 0,
+            contiguous=self.contiguous,
+            kv_len=kv_len,
+            mode=batch_mode(seq.params for seq in sequences),
+            num_logprobs=program_count((seq.params.logprobs for seq in sequences), self.vocab_size),
+            has_processors=any(seq.params.has_processors for seq in sequences),
+        )
+        return batch, columns
+
+    def block_tables(
+        self, sequences: Sequence[sequence.Sequence], rows: int, indices: Iterable[int]
+    ) -> np.ndarray:
+        """[rows, P], the blocks of each sequence in the row of its index."""
+        tables = np.zeros((rows, self.max_blocks), np.int32)
+        for index, seq in zip(indices, sequences, strict=True):
+            # Beyond its blocks a row points to a block of its own, which is masked, and never to
+            # another sequence's.
+            tables[index] = seq.blocks[0]
+            tables[index, : len(seq.blocks)] = seq.blocks
+        return tables
+
+    def prefix_groups(
+        self, sequences: Sequence[sequence.Sequence], rows: int, columns: Sequence[int]
+    ) -> PrefixGroups | None:
+        if not self.groups_prefixes:
+            return None
+        blocks = [seq.blocks for seq in sequences]
+        return PrefixGroups.from_pages(blocks, columns, rows, self.block_size)
+
+    def kv_len(self, lengths: Iterable[int]) -> int:
+        return shapes.kv_length(max(lengths), self.max_blocks * self.block_size)
+
+
+def sampling_params(sequences: Sequence[sequence.Sequence], rows: int) -> BatchedSamplingParams:
+    """Sampling parameters of the sequences, padded to `rows`."""
+    padding = rows - len(sequences)
+    return BatchedSamplingParams.from_params(
+        [seq.params for seq in sequences] + [SamplingParams()] * padding,
+        [seq.last_position for seq in sequences] + [0] * padding,
+        [seq.min_position for seq in sequences] + [0] * padding,
+    )
+
+
+def chunk_offsets(
+    chunks: Sequence[tuple[sequence.Sequence, int]], packed: bool
+) -> list[tuple[int, int]]:
+    """Where each chunk begins in the arrays of its prefill batch: (row, column)."""
+    if not packed:
+        return [(row, 0) for row in range(len(chunks))]
+    ends = itertools.accumulate(count for _, count in chunks)
+    return [(0, end - count) for end, (_, count) in zip(ends, chunks, strict=True)]
+
+
+def grammar_batch(
+    sequences: Sequence[sequence.Sequence],
+    rows: int,
+    indices: Iterable[int],
+    can_roll_back: bool,
+) -> GrammarBatch | None:
+    """The batch of `rows` rows in which each sequence has the row of its index; None if none is
+    constrained. `can_roll_back`: the caches allow for dropping the newest tokens.
+    """
+    rows_of = {
+        index: seq for index, seq in zip(indices, sequences, strict=True) if seq.grammar is not None
+    }
+    matchers = [seq.grammar for seq in rows_of.values() if seq.grammar is not None]
+    if not matchers:
+        return None
+    mask = np.full((rows, matchers[0].num_words), ALL_TOKENS, np.uint32)
+    fill_token_masks(matchers, list(rows_of), mask)
+    constrained, speculative = np.zeros(rows, bool), np.zeros(rows, bool)
+    token_ids, positions = np.zeros(rows, np.int32), np.full(rows, INACTIVE, np.int32)
+    for index, seq in rows_of.items():
+        constrained[index] = True
+        speculative[index] = can_roll_back and samples_alike(seq.params)
+        token_ids[index] = seq.token_ids[-1]
+        positions[index] = len(seq.token_ids) - 1
+    return GrammarBatch(
+        mask, constrained, speculative=speculative, token_ids=token_ids, positions=positions
+    )
+
+
+def samples_alike(params: SamplingParams) -> bool:
+    """Whether a free sample that the grammar allows is the sample under the mask. Truncation is
+    relative to the allowed tokens, and counts of tokens cannot be rolled back.
+    """
+    truncated = params.mode == SamplingMode.TRUNCATED or params.min_p > 0
+    return not truncated and not params.has_processors

@@ -1,0 +1,488 @@
+"""The compiled programs of the engine: prefill, decode, and copies of cache contents.
+
+`prefill` writes the tokens of prompts into slots and samples the first token of those that are
+complete. `fork` starts sequences with the same prompt from its logits. `decode` extends all active
+slots by several tokens, in one loop on the device. A slot becomes inactive by itself at its last
+position or with one of its stop ids.
+
+A token depends on its own sequence, seed and position only: programs differ in shapes and in what
+they skip, never in what they compute. Programs of batches in which a request uses logits processors
+also take and return the state of these. Shapes: N slots, R rows of a batch, C tokens of a row,
+T decode steps, V vocabulary.
+"""
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from maxtext.common.trees import flatten_dict, unflatten_dict
+from maxtext.configs.types import MaxTextConfig
+from maxtext.inference.engine.batches import MAX_DECODE_STEPS, DecodeBatch, ForkBatch, PrefillBatch
+from maxtext.inference.engine.engine_state import (
+    NO_TOKEN,
+    NONFINITE_LOGITS,
+    EngineState,
+    Sampled,
+    start_slots,
+)
+from maxtext.inference.engine.model_runner import (
+    CachedModelRunner,
+    ModelRunner,
+    at_last_token,
+    is_paged,
+    select_caches,
+)
+from maxtext.inference.engine.program_cache import Compilation, ProgramCache
+from maxtext.inference.sampling.grammar_batch import ALL_TOKENS, INACTIVE, mask_logits
+from maxtext.inference.sampling.logits_processors import ProcessorState, process_logits
+from maxtext.inference.sampling.logprobs import NONE, Logprobs, compute_logprobs, prompt_logprobs
+from maxtext.inference.sampling.params import SamplingMode
+from maxtext.inference.sampling.sampler import BatchedSamplingParams, sample, token_keys
+from maxtext.layers.cache import CacheConfig
+from maxtext.layers.context import REFERENCE, BuildContext
+from maxtext.layers.inputs import LayerInputs
+from maxtext.layers.linear import pack_projections
+from maxtext.layers.lora import is_adapter
+from maxtext.layers.parameters import Template, Tree
+from maxtext.layers.weight_layout import Path, leaf_layouts
+from maxtext.sharding import AxisRules, use_rules
+
+# For decoding with adapters on GPUs: kernels that do not depend on each other run at the same time,
+# as the matmuls of a layer by its weight and by the A factors of its adapters, which are too small
+# to fill a GPU; and matmuls of one input are not merged, which would copy their weights in each
+# step.
+ADAPTER_OPTIONS = {
+    "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT",
+    "xla_gpu_dot_merger_threshold_mb": 0,
+}
+BATCH = slice(2, None)  # the arguments of prefill and decode after the weights and the state
+
+
+@dataclass(frozen=True)
+class Programs:
+    """Functions that are compiled once for all engines of a model."""
+
+    config: MaxTextConfig
+    template: Template
+    rules: AxisRules
+    build: BuildContext = REFERENCE
+    logprobs_temperature: float = 1.0  # divides the logits for log-probabilities of tokens
+    # With packed projections, whose weights are copies (`decode_weights`); None: `template`.
+    decode_template: Template | None = None
+
+    @cached_property
+    def runner(self) -> ModelRunner:
+        return ModelRunner.from_config(self.config, self.template, self.build)
+
+    @cached_property
+    def decode_runner(self) -> ModelRunner:
+        if self.decode_template is None:
+            return self.runner
+        return ModelRunner.from_config(self.config, self.decode_template, self.build)
+
+    @property
+    def has_caches(self) -> bool:
+        """Whether a decode step computes the new token only."""
+        return isinstance(self.runner, CachedModelRunner)
+
+    @contextlib.contextmanager
+    def context(self) -> Iterator[None]:
+        """The sharding rules and the matmul precision under which programs are traced."""
+        precision = self.config.matmul_precision.value
+        with use_rules(self.rules), jax.default_matmul_precision(precision):
+            yield
+
+    @cached_property
+    def forward(self) -> Any:
+        """weights, token ids [B, S], adapter ids [B] or None -> logits [B, S, V], without a
+        cache."""
+
+        def forward(
+            weights: Any, token_ids: jax.Array, adapter_ids: jax.Array | None = None
+        ) -> jax.Array:
+            positions = jnp.broadcast_to(jnp.arange(token_ids.shape[1]), token_ids.shape)
+            inputs = LayerInputs(positions, adapter_ids=adapter_ids)
+            return self.template.bind(weights).run_logits(token_ids, inputs)
+
+        return jax.jit(forward)
+
+    @cached_property
+    def target_logprobs(self) -> Any:
+        """weights, token ids [B, S], the token after each [B, S], lengths [B], K choices of the
+        token after the last [B, K], adapter ids [B] or None -> `Logprobs` [B, S] of the tokens
+        after each, with the most likely one, and the log-probabilities [B, K] of the choices;
+        without a cache. Logits exist for a few tokens at a time."""
+
+        def target_logprobs(
+            weights: Any,
+            token_ids: jax.Array,
+            targets: jax.Array,
+            lengths: jax.Array,
+            last_targets: jax.Array,
+            adapter_ids: jax.Array | None = None,
+        ) -> tuple[Logprobs, jax.Array]:
+            positions = jnp.broadcast_to(jnp.arange(token_ids.shape[1]), token_ids.shape)
+            inputs = LayerInputs(positions, lengths=lengths, adapter_ids=adapter_ids)
+            hidden, _ = self.template.bind(weights).hidden(token_ids, inputs)
+            project = functools.partial(self.runner.logits, weights)
+            logprobs = prompt_logprobs(hidden, targets, adapter_ids, project, 1)
+            last_hidden = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)
+            logits = project(last_hidden, adapter_ids)[:, 0].astype(jnp.float32)
+            choices = jnp.take_along_axis(jax.nn.log_softmax(logits), last_targets, axis=-1)
+            return logprobs, choices
+
+        return jax.jit(target_logprobs)
+
+    def jit(self, function: Any, **options: Any) -> Any:
+        """`jax.jit` of a function that returns states. On one device their sharding is stated:
+        new states and those that programs return would differ in how they express it, and the
+        first program of an engine would be compiled again for its second run.
+        """
+        sharding = self.rules.replicated() if self.rules.mesh.size == 1 else None
+        return jax.jit(function, out_shardings=sharding, **options)
+
+    @cached_property
+    def init_state(self) -> Any:
+        return self.jit(self.run_init_state, static_argnums=0)
+
+    @cached_property
+    def prefill(self) -> Any:
+        return ProgramCache(
+            self.jit, self.run_prefill, BATCH, self.compilation.watch, donate_argnums=(1, 3)
+        )
+
+    @cached_property
+    def fork(self) -> Any:
+        return self.jit(self.run_fork, donate_argnums=0)
+
+    def decode_weights(self, weights: Tree) -> Tree:
+        """The weights that decode programs take: those of packed projections, and casts of
+        adapters, are copies, made once for all programs; all others are the arrays of `weights`."""
+        if not self.decode_paths:
+            return weights
+        sources, changed = flatten_dict(weights), self.changed_decode_weights(weights)
+        return unflatten_dict(
+            {path: changed.get(name, sources.get(path)) for path, name in self.decode_paths.items()}
+        )
+
+    @cached_property
+    def decode_paths(self) -> dict[Path, str]:
+        """The paths of `decode_weights`, and their names; empty if none is a copy."""
+        paths = leaf_layouts(self.decode_runner.template)
+        if self.decode_template is None and not any(map(is_adapter, paths)):
+            return {}
+        return {path: str(path) for path in paths}
+
+    @cached_property
+    def changed_decode_weights(self) -> Any:
+        """weights -> the `decode_weights` that are not among them, by their path."""
+
+        def changed_decode_weights(weights: Tree) -> dict[str, jax.Array]:
+            sources, template = flatten_dict(weights), self.decode_runner.template
+            if self.decode_template is not None:
+                weights = pack_projections(template, weights)
+            casts = flatten_dict(template.cast(weights))
+            converted = {
+                path: casts[path] if is_adapter(path) else weight
+                for path, weight in flatten_dict(weights).items()
+            }
+            return {str(p): w for p, w in converted.items() if w is not sources.get(p)}
+
+        return jax.jit(changed_decode_weights)
+
+    @cached_property
+    def decode(self) -> Any:
+        has_adapters = self.build.adapters is not None or self.config.lora_rank > 0
+        options = ADAPTER_OPTIONS if has_adapters and self.build.platform == "gpu" else None
+        return ProgramCache(
+            self.jit,
+            self.run_decode,
+            BATCH,
+            self.compilation.watch,
+            donate_argnums=(1, 3),
+            compiler_options=options,
+        )
+
+    @cached_property
+    def compilation(self) -> Compilation:
+        """Of programs of prefill and decode."""
+        return Compilation()
+
+    @property
+    def num_compiled(self) -> int:
+        """Programs of prefill and decode."""
+        return len(self.prefill.programs) + len(self.decode.programs)
+
+    @cached_property
+    def init_processors(self) -> Any:
+        return self.jit(ProcessorState.zeros, static_argnums=(0, 1))
+
+    @cached_property
+    def set_processors(self) -> Any:
+        """The state of the processors with another row in a slot."""
+        return self.jit(ProcessorState.set_rows, donate_argnums=0)
+
+    @cached_property
+    def read_caches(self) -> Any:
+        """A copy of one block of the paged caches, or of one slot of the other caches."""
+
+        def read_caches(state: EngineState, index: jax.Array, paged: bool) -> Any:
+            return jax.tree.map(lambda x: x[index], select_caches(state.caches, paged))
+
+        return jax.jit(read_caches, static_argnums=2)
+
+    @cached_property
+    def write_caches(self) -> Any:
+        """The state with such a copy written to a block or slot."""
+
+        def write_caches(state: EngineState, index: jax.Array, data: Any, paged: bool) -> Any:
+            selected = select_caches(state.caches, paged)
+            written = iter(jax.tree.map(lambda x, y: x.at[index].set(y), selected, data))
+            caches = [
+                next(written) if is_paged(cache) == paged else cache for cache in state.caches
+            ]
+            return replace(state, caches=caches)
+
+        return self.jit(write_caches, static_argnums=3, donate_argnums=0)
+
+    def run_init_state(self, cache_config: CacheConfig) -> EngineState:
+        return EngineState(
+            caches=self.runner.init_caches(cache_config),
+            token_ids=jnp.zeros(cache_config.slots, jnp.int32),
+            positions=jnp.full(cache_config.slots, INACTIVE, jnp.int32),
+            params=BatchedSamplingParams.zeros(cache_config.slots),
+            adapter_ids=jnp.zeros(cache_config.slots, jnp.int32),
+        )
+
+    def run_prefill(
+        self,
+        weights: Any,
+        state: EngineState,
+        batch: PrefillBatch,
+        processors: ProcessorState | None = None,
+    ) -> tuple[EngineState, ProcessorState | None, Sampled]:
+        """The states with the tokens of the batch in them, and the first token [R] of the prompts
+        that are complete.
+        """
+        # A shared row has one segment more than prompts: the padding after them.
+        max_segments = 0 if batch.segments is None else batch.slots.shape[0] + 1
+        inputs = LayerInputs(
+            batch.positions,
+            batch.segments,
+            is_first_chunk=batch.from_start,
+            block_table=batch.block_tables,
+            max_kv_len=batch.kv_len,
+            max_segments=max_segments,
+            adapter_ids=token_adapters(batch),
+        )
+        logits, caches, hidden = self.runner.prefill(
+            weights, state.caches, batch.token_ids, inputs, batch.slots
+        )
+        next_positions = at_last_token(batch.positions, inputs) + 1
+        rows = None if processors is None else processors.rows(batch.slots)
+        sampled, active = sample_next(
+            logits,
+            next_positions,
+            batch.params,
+            mode=batch.mode,
+            num_logprobs=batch.num_logprobs,
+            logprobs_temperature=self.logprobs_temperature,
+            active=batch.is_complete,
+            processors=rows,
+            mask=None if batch.grammar is None else batch.grammar.mask,
+        )
+        if batch.grammar is not None:
+            active &= ~batch.grammar.constrained
+        if processors is not None and rows is not None:
+            processors = processors.set_rows(batch.slots, rows.add_tokens(sampled.tokens))
+        if batch.targets is not None:
+            scores = prompt_logprobs(
+                hidden,
+                batch.targets,
+                inputs.adapter_ids,
+                functools.partial(self.runner.logits, weights),
+                batch.num_prompt_logprobs,
+            )
+            sampled = replace(sampled, prompt_logprobs=scores)
+        if batch.keeps_logits:
+            sampled = replace(sampled, logits=logits)
+        positions = jnp.where(active, next_positions, INACTIVE)
+        state = start_slots(replace(state, caches=caches), batch, sampled.tokens, positions)
+        return state, processors, sampled
+
+    def run_fork(
+        self, state: EngineState, logits: jax.Array, batch: ForkBatch
+    ) -> tuple[EngineState, Sampled]:
+        """The state with sequences that have prompts of a prefill with these logits [R, V], and
+        their first tokens [N]. A padding row has slot N."""
+        caches = [
+            jax.tree.map(
+                lambda x: x.at[batch.own_blocks].set(x[batch.last_blocks], mode="drop"), cache
+            )
+            for cache in state.caches
+        ]
+        sampled, active = sample_next(
+            logits[batch.rows],
+            batch.positions,
+            batch.params,
+            mode=batch.mode,
+            num_logprobs=batch.num_logprobs,
+            logprobs_temperature=self.logprobs_temperature,
+            active=batch.slots < len(state.positions),
+        )
+        positions = jnp.where(active, batch.positions, INACTIVE)
+        return start_slots(replace(state, caches=caches), batch, sampled.tokens, positions), sampled
+
+    def run_decode(
+        self,
+        weights: Any,
+        state: EngineState,
+        batch: DecodeBatch,
+        processors: ProcessorState | None = None,
+    ) -> tuple[EngineState, ProcessorState | None, Sampled]:
+        """The states after `num_steps` more tokens, and the tokens [T, N], or [T, R] if the batch
+        selects R slots. `weights` are `decode_weights`.
+        """
+        positions = jnp.where(batch.finished_mask, INACTIVE, state.positions)
+        state = all_slots = replace(state, positions=positions)
+        if batch.slots is not None:
+            token_ids, positions, params, adapter_ids = jax.tree.map(
+                lambda x: x[batch.slots],
+                (state.token_ids, state.positions, state.params, state.adapter_ids),
+            )
+            positions = jnp.where(batch.slots < all_slots.positions.shape[0], positions, INACTIVE)
+            state = EngineState(
+                state.caches,
+                token_ids,
+                positions=positions,
+                params=params,
+                adapter_ids=adapter_ids,
+            )
+        if batch.grammar is not None:
+            token_ids, positions = batch.grammar.resume(state.token_ids, state.positions)
+            state = replace(state, token_ids=token_ids, positions=positions)
+        rows = processors
+        if processors is not None and batch.slots is not None:
+            rows = processors.rows(batch.slots)
+        shape = (MAX_DECODE_STEPS, state.token_ids.shape[0])
+        logprobs = None
+        if batch.num_logprobs != NONE:
+            logprobs = Logprobs.zeros(shape, batch.num_logprobs)
+        sampled = Sampled(jnp.full(shape, NO_TOKEN, jnp.int32), logprobs)
+
+        def has_next(carry: tuple) -> jax.Array:
+            step, state, *_ = carry
+            return (step < batch.num_steps) & jnp.any(state.positions >= 0)
+
+        def decode_step(carry: tuple) -> tuple:
+            step, state, rows, sampled = carry
+            state, new = self.decode_one_token(weights, state, batch, step, rows)
+            if rows is not None:
+                rows = rows.add_tokens(new.tokens)
+            sampled = jax.tree.map(lambda tokens, row: tokens.at[step].set(row), sampled, new)
+            return step + 1, state, rows, sampled
+
+        carry = (jnp.int32(0), state, rows, sampled)
+        if batch.static_steps:
+            _, state, rows, sampled = jax.lax.fori_loop(
+                0, batch.static_steps, lambda _, carry: decode_step(carry), carry
+            )
+        else:
+            _, state, rows, sampled = jax.lax.while_loop(has_next, decode_step, carry)
+        if batch.grammar is not None:
+            state = replace(state, positions=batch.grammar.release(state.positions))
+        if processors is not None and rows is not None:
+            processors = rows if batch.slots is None else processors.set_rows(batch.slots, rows)
+        if batch.slots is not None:
+            token_ids = all_slots.token_ids.at[batch.slots].set(state.token_ids, mode="drop")
+            positions = all_slots.positions.at[batch.slots].set(state.positions, mode="drop")
+            state = replace(
+                all_slots, caches=state.caches, token_ids=token_ids, positions=positions
+            )
+        return state, processors, sampled
+
+    def decode_one_token(
+        self,
+        weights: Any,
+        state: EngineState,
+        batch: DecodeBatch,
+        step: jax.Array,
+        processors: ProcessorState | None,
+    ) -> tuple[EngineState, Sampled]:
+        """The state after one more token of each active slot, in a step of a program."""
+        inputs = LayerInputs(
+            state.positions[:, None],
+            block_table=batch.block_tables,
+            prefix_groups=batch.prefix_groups,
+            contiguous=batch.contiguous,
+            max_kv_len=batch.kv_len,
+            adapter_ids=None if self.build.adapters is None else state.adapter_ids,
+        )
+        mask = None
+        if batch.grammar is not None:
+            mask = jnp.where(step == 0, batch.grammar.mask, jnp.uint32(ALL_TOKENS))
+        token_ids = jnp.maximum(state.token_ids, 0)[:, None]
+        logits, caches = self.decode_runner.decode(weights, state.caches, token_ids, inputs)
+        sampled, active = sample_next(
+            logits,
+            state.positions + 1,
+            state.params,
+            mode=batch.mode,
+            num_logprobs=batch.num_logprobs,
+            logprobs_temperature=self.logprobs_temperature,
+            active=state.positions >= 0,
+            processors=processors,
+            mask=mask,
+        )
+        positions = jnp.where(active, state.positions + 1, INACTIVE)
+        if batch.grammar is not None:
+            positions = batch.grammar.pause(positions)
+        return replace(state, caches=caches, token_ids=sampled.tokens, positions=positions), sampled
+
+
+def token_adapters(batch: PrefillBatch) -> jax.Array | None:
+    """The adapter of each row [R]; if the prompts share one row, of each token [1, C]."""
+    if batch.adapter_ids is None or batch.segments is None:
+        return batch.adapter_ids
+    padding = jnp.zeros(1, jnp.int32)
+    return jnp.concatenate([padding, batch.adapter_ids])[batch.segments]
+
+
+def sample_next(
+    logits: jax.Array,
+    positions: jax.Array,
+    params: BatchedSamplingParams,
+    *,
+    mode: SamplingMode,
+    num_logprobs: int,
+    logprobs_temperature: float,
+    active: jax.Array,
+    processors: ProcessorState | None = None,
+    mask: jax.Array | None = None,
+) -> tuple[Sampled, jax.Array]:
+    """Sample from logits [B, V] the token at `positions` [B] of each active row. Returns the tokens
+    with their log-probabilities, and which rows stay active. `processors` has the rows of the
+    logits, and `mask` [B, W] their allowed tokens.
+    """
+    keys = token_keys(params.seed, positions)
+    processed = logits
+    if processors is not None:
+        processed = process_logits(logits, processors, params, positions)
+    if mask is not None:
+        processed = mask_logits(processed.astype(jnp.float32), mask)
+    tokens = sample(processed, keys, params, mode)
+    logprobs = None
+    if num_logprobs != NONE:
+        scaled = logits.astype(jnp.float32) / logprobs_temperature
+        logprobs = compute_logprobs(scaled, tokens, num_logprobs)
+    finite = jnp.isfinite(logits.max(axis=-1))
+    tokens = jnp.where(active, jnp.where(finite, tokens, NONFINITE_LOGITS), NO_TOKEN)
+    is_stop = jnp.any(tokens[:, None] == params.stop_ids, axis=-1)
+    finished = is_stop | (positions >= params.last_position) | ~finite
+    return Sampled(tokens, logprobs), active & ~finished

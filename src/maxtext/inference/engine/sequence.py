@@ -1,0 +1,109 @@
+"""A request inside the engine, and what a step of the engine produces for it."""
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+from maxtext.inference.sampling.bad_words import TokenMatcher
+from maxtext.inference.sampling.logprobs import TokenLogprobs
+from maxtext.inference.sampling.params import SamplingParams
+
+
+@dataclass(eq=False)
+class Sequence:
+    """The state of a request in the scheduler."""
+
+    request_id: int
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+    adapter_slot: int = 0  # of the model's adapters, from 1; 0: none
+    adapter_version: int = 0  # unique to what a slot holds, for the prefix cache
+    cache_salt: str = ""
+    started_at: float = 0.0  # when it first got a slot, by time.monotonic
+    token_ids: list[int] = field(init=False)  # the prompt and the sampled tokens
+    # Of the tokens of the prompt, as they are computed; the first has none.
+    prompt_logprobs: list[TokenLogprobs | None] = field(init=False)
+    num_cached_tokens: int = 0  # of the prompt, found in the prefix cache
+    slot: int = -1
+    blocks: list[int] = field(default_factory=list)  # its block table
+    # Tokens in the KV cache once all programs in flight have run. A program may have finished the
+    # sequence before that.
+    num_computed: int = 0
+    prefill_length: int = 0  # tokens to prefill before the next one is sampled
+    common_length: int = 0  # tokens that another sequence of the prefix cache begins with, too
+    finished: bool = False
+    grammar: TokenMatcher | None = None  # constrains the tokens
+    in_flight: bool = False  # a program samples tokens for it, which its grammar does not know yet
+
+    def __post_init__(self) -> None:
+        self.token_ids = list(self.prompt_ids)
+        self.prompt_logprobs = [] if self.params.prompt_logprobs is None else [None]
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether log-probabilities of its prompt are still to be computed."""
+        is_wanted = self.params.prompt_logprobs is not None
+        return is_wanted and len(self.prompt_logprobs) < len(self.prompt_ids)
+
+    @property
+    def shares_prompt(self) -> bool:
+        """Whether other choices of the same request have the same prompt."""
+        return self.params.n > 1
+
+    @property
+    def is_decoding(self) -> bool:
+        return self.num_computed >= self.prefill_length
+
+    @property
+    def cache_namespace(self) -> Hashable:
+        """Sequences share cached blocks only if it is equal; falsy if nothing sets it apart."""
+        return (self.adapter_version, self.cache_salt) if self.cache_salt else self.adapter_version
+
+    @property
+    def prompt_key(self) -> Hashable:
+        """Sequences with an equal one have the same logits after their prompts."""
+        return self.cache_namespace, self.prompt_ids
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - len(self.prompt_ids)
+
+    @property
+    def is_blocked(self) -> bool:
+        """Whether its next program needs the tokens of the one in flight."""
+        return self.grammar is not None and self.in_flight
+
+    @property
+    def last_position(self) -> int:
+        """The position of the last token that may be sampled."""
+        return len(self.prompt_ids) + self.params.max_new_tokens - 1
+
+    @property
+    def min_position(self) -> int:
+        """The position of the first token that may end the sequence."""
+        return len(self.prompt_ids) + self.params.min_tokens
+
+    @property
+    def num_decoded(self) -> int:
+        """Decode steps that were dispatched since its prefill."""
+        return self.num_computed - self.prefill_length
+
+    @property
+    def num_remaining(self) -> int:
+        """Decode steps that may still be dispatched."""
+        return self.last_position - self.num_computed
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """The tokens that a step sampled for one request. `finish_reason` is None while the request is
+    running, else "end", "length" or "error".
+    """
+
+    request_id: int
+    sampled_tokens: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()  # of these tokens, if the request wants them
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()  # with the first output of a request
+    num_cached_tokens: int = 0
+    started_at: float = 0.0
+    finish_reason: str | None = None
+    error: str | None = None
