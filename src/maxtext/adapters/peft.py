@@ -87,7 +87,7 @@ class LoraConfig:
     lora_dropout: float = 0.0
 
     @classmethod
-    def from_json(cls, settings: Mapping[str, Any], source: str) -> "LoraConfig":
+    def from_json(cls, settings: Json, source: str) -> "LoraConfig":
         """Raises ConfigError for adapters that cannot be represented."""
         problems = []
         for name, allowed in REQUIRED.items():
@@ -155,7 +155,7 @@ class LoraConfig:
         return float(by_pattern(self.alpha_pattern, module, self.lora_alpha))
 
 
-def target_problems(settings: Mapping[str, Any], source: str) -> list[str]:
+def target_problems(settings: Json, source: str) -> list[str]:
     modules, parameters = settings.get("target_modules"), settings.get("target_parameters")
     if parameters and not (
         isinstance(parameters, list) and all(isinstance(name, str) for name in parameters)

@@ -10,7 +10,6 @@ import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
@@ -86,7 +85,7 @@ class AdapterReader:
     targets: dict[str, AdapterTarget] = field(default_factory=dict)  # by native layer
     tensors: dict[str, np.ndarray] = field(default_factory=dict)
 
-    def read(self, settings: Mapping[str, Any]) -> Adapter:
+    def read(self, settings: Json) -> Adapter:
         modules: dict[ModuleBinding, list[str]] = {}
         experts: dict[str, list[str]] = {}
         outer: dict[str, list[str]] = {peft.EMBEDDING_A: [], peft.SAVED: []}

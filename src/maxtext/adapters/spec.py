@@ -5,7 +5,6 @@ a model. `peft_folder.py` reads and writes folders of them.
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -16,7 +15,7 @@ from maxtext.checkpoint.open import model_param_infos
 from maxtext.checkpoint.weights import ModelWeights, ParamInfo, ParamPath
 from maxtext.common.errors import ConfigError
 from maxtext.common.trees import unflatten_dict
-from maxtext.common.types import Tree
+from maxtext.common.types import Json, Tree
 from maxtext.configs.types import MaxTextConfig
 from maxtext.layers.adapters import HEAD, AdapterSpec, AdapterTarget
 from maxtext.layers.lora import is_adapter
@@ -121,7 +120,7 @@ class Adapter:
     tensors: Mapping[str, np.ndarray]  # by native name
     # Weights that replace those of the base (modules_to_save), by native name
     saved: Mapping[str, np.ndarray] = field(default_factory=dict)
-    settings: Mapping[str, Any] = field(default_factory=dict)  # adapter_config.json, if known
+    settings: Json = field(default_factory=dict)  # adapter_config.json, if known
 
     @classmethod
     def from_tree(

@@ -11,7 +11,6 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -42,7 +41,7 @@ from maxtext.checkpoint.weights import ParamInfo, find_param_infos
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.common.hub import find_folder
 from maxtext.common.log import LOGGER
-from maxtext.common.types import Json
+from maxtext.common.types import Json, Tree
 from maxtext.configs import rules, serialize, types
 from maxtext.configs.load import base_values
 from maxtext.configs.problems import ProblemKind
@@ -114,7 +113,7 @@ class Checkpoint:
         config: MaxTextConfig,
         param_infos: Mapping[str, ParamInfo],
         dtype: np.dtype | None = None,
-    ) -> Any:
+    ) -> Tree:
         """The tensors as weights of a native model, by its names."""
         if config.num_labels and "num_labels" not in self.settings:
             return with_new_head(self, config, param_infos, dtype)
@@ -122,7 +121,7 @@ class Checkpoint:
 
     def stored_weights(
         self, config: MaxTextConfig, param_infos: Mapping[str, ParamInfo], dtype: np.dtype | None
-    ) -> Any:
+    ) -> Tree:
         if self.mapping is None:
             return under_current_names(self.source, param_infos)
         if self.has_own_head and not config.num_labels and config.logits_via_embedding:

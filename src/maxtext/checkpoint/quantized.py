@@ -9,7 +9,6 @@ config.yml sets quantization and checkpoint_is_quantized. Readers of plain tenso
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
-from typing import Any
 
 import jax
 import ml_dtypes
@@ -267,9 +266,9 @@ def load_model(
         path: ParamPath,
         params: Mapping[str, ParamInfo],
         leaf: TensorInfo,
-        sharding: Any,
+        sharding: Tree,
         host_bytes: int,
-    ) -> Any:
+    ) -> Tree:
         if path not in quantized_leaves or folder is None:
             return load_floats(path, params, leaf, sharding, host_bytes)
         values, scale = (
@@ -322,9 +321,9 @@ def quantizing_loader(
         path: ParamPath,
         params: Mapping[str, ParamInfo],
         leaf: TensorInfo,
-        sharding: Any,
+        sharding: Tree,
         host_bytes: int,
-    ) -> Any:
+    ) -> Tree:
         if path not in quantized_leaves:
             return load_leaf(source, params, leaf, sharding, host_bytes)
         assert dtype is not None  # some leaves are quantized

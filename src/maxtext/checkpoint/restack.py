@@ -8,7 +8,6 @@ devices, a few at a time. An array of the old layout is freed when all its layer
 
 from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +15,7 @@ import jax.numpy as jnp
 from maxtext.checkpoint.state import TreePath, join_path
 from maxtext.checkpoint.weights import ParamInfo, ParamPath
 from maxtext.common.errors import UserError
+from maxtext.common.types import Tree
 
 # The path of an array in the old layout, and the parameter to take from it
 LayerSlice = tuple[TreePath, ParamInfo]
@@ -55,10 +55,10 @@ def restack_layers(
 
 
 def plan_slices(
-    arrays: Mapping[TreePath, Any],
+    arrays: Mapping[TreePath, Tree],
     old: Mapping[str, ParamInfo],
     new: Mapping[str, ParamInfo],
-    target: Mapping[TreePath, Any],
+    target: Mapping[TreePath, Tree],
 ) -> dict[TreePath, list[LayerSlice]]:
     """For each target array, the slices of old arrays that it consists of, in order."""
     names_by_path: dict[TreePath, list[str]] = {}
@@ -86,7 +86,7 @@ def to_tree_path(path: ParamPath) -> TreePath:
 
 
 def split_prefix(
-    path: TreePath, param_paths: Mapping[TreePath, Any]
+    path: TreePath, param_paths: Mapping[TreePath, object]
 ) -> tuple[TreePath, TreePath | None]:
     """(prefix, path of the parameter that `path` ends with, or None)."""
     for start in range(len(path)):
@@ -106,7 +106,9 @@ def take_layer(array: jax.Array, layer: int, axis: int) -> jax.Array:
     return jax.lax.dynamic_index_in_dim(array, layer, axis, keepdims=False)
 
 
-def stack_layers(layers: list[jax.Array], axis: int | None, sharding: Any) -> jax.Array:
+def stack_layers(
+    layers: list[jax.Array], axis: int | None, sharding: jax.sharding.Sharding
+) -> jax.Array:
     if axis is None:
         (array,) = layers
         return jax.device_put(array, sharding)
@@ -114,5 +116,5 @@ def stack_layers(layers: list[jax.Array], axis: int | None, sharding: Any) -> ja
 
 
 @lru_cache
-def stack_function(axis: int, sharding: Any) -> Callable[..., jax.Array]:
+def stack_function(axis: int, sharding: jax.sharding.Sharding) -> Callable[..., jax.Array]:
     return jax.jit(lambda *layers: jnp.stack(layers, axis), out_shardings=sharding)

@@ -18,7 +18,7 @@ from maxtext.checkpoint.state import TreePath, to_flat_dict
 from maxtext.checkpoint.tensors import TensorInfo
 from maxtext.common.errors import UserError
 from maxtext.common.trees import unflatten_dict
-from maxtext.common.types import Json
+from maxtext.common.types import Json, Tree
 
 ORBAX_ERRORS = (ValueError, OSError, KeyError, RuntimeError)
 
@@ -42,7 +42,7 @@ class SavedStep:
         """The metadata of the run that saved the step: layer layout, optimizer, mesh, processes."""
         return self.read_json(RUN_FILE)
 
-    def iterator_states(self) -> list[Any]:
+    def iterator_states(self) -> list[Json]:
         """The data iterator's state of each process that saved the step, in their order."""
         return [self.read_json(iterator_file(process)) for process in range(self.run["processes"])]
 
@@ -56,7 +56,7 @@ class SavedStep:
             ) from error
 
     @cached_property
-    def metadata(self) -> dict[TreePath, Any]:
+    def metadata(self) -> dict[TreePath, Tree]:
         """Orbax's metadata of each array: shape, dtype, sharding, chunks."""
         quiet_orbax()
         try:
@@ -84,7 +84,7 @@ class SavedStep:
         self,
         abstract: Mapping[TreePath, jax.ShapeDtypeStruct],
         storage: StorageOptions | None = None,
-    ) -> dict[TreePath, Any]:
+    ) -> dict[TreePath, Tree]:
         """Restore these arrays in their dtypes and shardings, or as NumPy arrays where no sharding
         is given. All must be stored, possibly under their former names.
         """

@@ -18,7 +18,7 @@ TreePath = tuple[str, ...]
 WEIGHTS, OPTIMIZER = "weights", "optimizer"
 
 
-def to_flat_dict(tree: Tree) -> dict[TreePath, Any]:
+def to_flat_dict(tree: Tree) -> dict[TreePath, Tree]:
     """The leaves of a pytree by path."""
     return {tree_path(path): leaf for path, leaf in jax.tree.leaves_with_path(tree)}
 
@@ -35,7 +35,7 @@ def key_string(key: Any) -> str:
     raise TypeError(f"{key!r} is not a key of a pytree")
 
 
-def unflatten_like(target: Tree, leaves: Mapping[TreePath, Any]) -> Any:
+def unflatten_like(target: Tree, leaves: Mapping[TreePath, Tree]) -> Tree:
     """A pytree with the structure of `target` and these leaves."""
     return jax.tree.map_with_path(lambda path, _: leaves[tree_path(path)], target)
 
@@ -44,7 +44,7 @@ def join_path(path: TreePath) -> str:
     return "/".join(path)
 
 
-def tensor_infos(leaves: Mapping[TreePath, Any]) -> dict[TreePath, TensorInfo]:
+def tensor_infos(leaves: Mapping[TreePath, Tree]) -> dict[TreePath, TensorInfo]:
     """The dtypes and shapes of arrays, abstract or not."""
     return {
         path: TensorInfo(np.dtype(leaf.dtype), tuple(leaf.shape)) for path, leaf in leaves.items()

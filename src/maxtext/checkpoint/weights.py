@@ -10,7 +10,6 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +33,7 @@ from maxtext.layers.specs import Segment
 ParamPath = tuple[str | int, ...]
 Bounds = tuple[tuple[int, int], ...]  # of a block of an array: (start, stop) along each axis
 # (path, named parameters of the leaf, the leaf's info, its sharding, host_bytes) -> leaf
-LoadLeaf = Callable[[ParamPath, Mapping[str, "ParamInfo"], TensorInfo, Any, int], Any]
+LoadLeaf = Callable[[ParamPath, Mapping[str, "ParamInfo"], TensorInfo, Tree, int], Tree]
 
 
 @dataclass(frozen=True)
@@ -99,7 +98,7 @@ class ModelWeights:
     title: str = "the model"
 
     @cached_property
-    def leaves(self) -> dict[ParamPath, Any]:
+    def leaves(self) -> dict[ParamPath, Tree]:
         return flatten_dict(self.weights)
 
     @cached_property

@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any, NoReturn
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -79,7 +80,7 @@ def handled_signals() -> tuple[signal.Signals, ...]:
 
 
 @contextlib.contextmanager
-def install_handler(handler: Callable[[int, Any], None]) -> Iterator[None]:
+def install_handler(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
     previous_handlers = {number: signal.signal(number, handler) for number in handled_signals()}
     try:
         yield
@@ -154,7 +155,7 @@ class Watchdog:
         self.main_thread = threading.main_thread().ident
         self.closed = threading.Event()
 
-    def on_signal(self, number: int, frame: Any) -> None:
+    def on_signal(self, number: int, frame: FrameType | None) -> None:
         if is_importing(frame):
             exit_now(number)
         self.raised = Interrupted(number)
@@ -230,7 +231,7 @@ class Watchdog:
         exit_now(number)
 
 
-def is_importing(frame: Any) -> bool:
+def is_importing(frame: FrameType | None) -> bool:
     """Whether a module is being imported: an exception would crash some extension modules."""
     while frame is not None:
         if frame.f_code.co_filename.startswith("<frozen importlib"):

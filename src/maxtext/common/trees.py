@@ -9,10 +9,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from maxtext.common.types import Tree
+
 Path = tuple[Any, ...]
 
 
-def flatten_dict(tree: Any, path: Path = ()) -> dict[Path, Any]:
+def flatten_dict(tree: Tree, path: Path = ()) -> dict[Path, Tree]:
     """The leaves of a nested dict by their paths, in its order."""
     if not isinstance(tree, dict):
         return {path: tree}
@@ -45,7 +47,7 @@ def merge_dicts(base: dict, other: dict) -> dict:
 
 
 @jax.jit
-def checksum(tree: Any) -> jax.Array:
+def checksum(tree: Tree) -> jax.Array:
     """A uint32 of the bits of all leaves, the same for every mesh: sums of integers are exact."""
     total = jnp.uint32(0)
     for index, leaf in enumerate(jax.tree.leaves(tree)):

@@ -40,9 +40,9 @@ def visible_devices(hardware: str = "tpu", environ: Mapping[str, str] = os.envir
     return Devices(len(devices), slices, full, devices[0].platform)
 
 
-DERIVED: dict[str, Callable[[MaxTextConfig, Devices], Any]] = {}
-OfConfig = TypeVar("OfConfig", bound=Callable[[MaxTextConfig], Any])
-OfDevices = TypeVar("OfDevices", bound=Callable[[MaxTextConfig, Devices], Any])
+DERIVED: dict[str, Callable[[MaxTextConfig, Devices], object]] = {}
+OfConfig = TypeVar("OfConfig", bound=Callable[[MaxTextConfig], object])
+OfDevices = TypeVar("OfDevices", bound=Callable[[MaxTextConfig, Devices], object])
 
 
 def derived(function: OfConfig) -> OfConfig:

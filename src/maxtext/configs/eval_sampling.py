@@ -1,7 +1,6 @@
 """Named ways to sample responses in evaluation: eval_sampling_strategy and generation_configs."""
 
 from collections.abc import Mapping
-from typing import Any
 
 from maxtext.common.types import Json
 from maxtext.configs.types import Settings
@@ -14,7 +13,7 @@ STRATEGIES = {
 }
 
 
-def evaluation_sampling(name: str, generation_configs: Mapping[str, Any]) -> Json:
+def evaluation_sampling(name: str, generation_configs: Json) -> Json:
     """temperature, top_k and top_p of a strategy. A field that an entry of generation_configs
     leaves out is that of the built-in strategy of its name, or of standard."""
     defaults = STRATEGIES.get(name, STRATEGIES["standard"])

@@ -63,7 +63,7 @@ def is_none(value: object) -> bool:
     return value is None or (isinstance(value, str) and value.lower() in ("none", "null"))
 
 
-def from_text(key: str, text: str) -> Any:
+def from_text(key: str, text: str) -> object:
     """Parse the value of a key from the command line or environment: YAML, unless the key accepts
     text.
     """
@@ -81,7 +81,7 @@ def from_text(key: str, text: str) -> Any:
         ) from error
 
 
-def normalise(key: str, value: object) -> Any:
+def normalise(key: str, value: object) -> object:
     """`none` clears a key, unless it is one of its choices: None where the type has it, else the
     empty text."""
     if is_none(value) and value not in choices(key):
@@ -156,7 +156,7 @@ def is_valid(key: str, value: object) -> bool:
     return True
 
 
-def validated(key: str, value: object) -> Any:
+def validated(key: str, value: object) -> object:
     """The value as its key's type, or unchanged if it does not fit."""
     try:
         return adapter(key).validate_python(normalise(key, value))

@@ -2,7 +2,6 @@
 
 from collections.abc import Collection
 from functools import cache
-from typing import Any
 
 from maxtext.common.errors import ConfigError
 from maxtext.configs.problems import Problem, ProblemKind
@@ -58,7 +57,7 @@ def problems(
     ]
 
 
-def accepted_values(key: str, base: Settings) -> tuple[Any, ...]:
+def accepted_values(key: str, base: Settings) -> tuple[object, ...]:
     """The values of a key that does not act that are no error."""
     default, accepted = getattr(base, key), declaration(key).accepts
     return (default,) if accepted is None else (default, accepted)

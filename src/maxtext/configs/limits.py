@@ -6,7 +6,6 @@ Narrower bounds, which follow from the meaning of a key, are those of its declar
 
 import os
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 from maxtext.common.files import UNPRINTABLE, path_problem
 from maxtext.configs.problems import Problem, ProblemKind
@@ -72,7 +71,7 @@ def outside_folder(key: str, value: str) -> str | None:
     return None
 
 
-def leaves(value: object) -> Iterator[Any]:
+def leaves(value: object) -> Iterator[object]:
     """The numbers and strings in nested lists and mappings, including keys of mappings."""
     if isinstance(value, dict):
         for key, item in value.items():

@@ -4,8 +4,6 @@ A mapping `lora:`, `dpo:` or `rl:` groups keys that are flat here, and `lora.lor
 of them on a command line. Some keys had or have other names.
 """
 
-from typing import Any
-
 from maxtext.common.errors import ConfigError
 from maxtext.common.log import LOGGER
 from maxtext.configs.provenance import Layer, Setting
@@ -60,7 +58,7 @@ def flatten(layer: Layer) -> Layer:
     return flat
 
 
-def expand(key: str, value: object) -> list[tuple[str, Any]]:
+def expand(key: str, value: object) -> list[tuple[str, object]]:
     """The settings that a key stands for."""
     if key in SECTIONS and isinstance(value, dict):
         return [(str(name), inner) for name, inner in value.items()]

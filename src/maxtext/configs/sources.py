@@ -8,7 +8,6 @@ import re
 from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -209,7 +208,7 @@ def with_nested_value(setting: Setting | None, key: str, inner: str, text: str) 
     return Setting({**values, inner: value}, Source("command line"))
 
 
-def from_python(keywords: Mapping[str, Any]) -> Layer:
+def from_python(keywords: Mapping[str, object]) -> Layer:
     return flatten({key: Setting(value, Source("python")) for key, value in keywords.items()})
 
 

@@ -8,7 +8,7 @@ run has writers.
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, Protocol, TextIO
+from typing import Protocol, TextIO
 
 from maxtext.common.log import LOGGER
 from maxtext.configs.types import MaxTextConfig
@@ -36,7 +36,7 @@ class Recorder:
     def __init__(self, writers: Sequence[Writer]):
         self.writers = list(writers)
 
-    def write(self, metrics: Mapping[str, Any]) -> None:
+    def write(self, metrics: Mapping[str, object]) -> None:
         """Write metrics, which may be device scalars. Waits for them if there is a writer."""
         if not self.writers:
             return

@@ -24,7 +24,7 @@ TIMING = (
 )
 
 
-def to_record(metrics: Mapping[str, Any]) -> Record:
+def to_record(metrics: Mapping[str, object]) -> Record:
     """Convert scalars of any library to Python numbers. Waits for device arrays."""
     return {name: to_python_number(value) for name, value in metrics.items()}
 

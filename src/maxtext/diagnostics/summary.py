@@ -18,7 +18,7 @@ from maxtext.diagnostics.record import Record
 NOT_FINITE = "not_finite"
 
 
-def encode(values: Mapping[str, Any], indent: int | None = None) -> str:
+def encode(values: Mapping[str, object], indent: int | None = None) -> str:
     """A mapping as JSON. Other types (paths, enums) are written as strings."""
     return json.dumps(replace_nonfinite(values), indent=indent, allow_nan=False, default=str)
 
@@ -75,6 +75,6 @@ def read_metrics(path: str | os.PathLike) -> list[Record]:
     return records
 
 
-def write_summary(path: str | os.PathLike, values: Mapping[str, Any]) -> None:
+def write_summary(path: str | os.PathLike, values: Mapping[str, object]) -> None:
     """Write a JSON file atomically."""
     write_text(path, encode(values, indent=2) + "\n")

@@ -41,12 +41,12 @@ class Field:
     key: str | tuple[str, ...] = ()
     # That of transformers' configuration class, for an entry that is left out. Folders of models
     # with images rely on these: their text_config has only what differs.
-    default: Any = None
-    null: Callable[[Json], Any] | None = None  # what null stands for, from the entries before it
-    to_native: Callable[[Any], Any] | None = None  # None: as it is, which must not be null
-    to_hf: Callable[[Any], Any] = lambda value: value
+    default: object = None
+    null: Callable[[Json], object] | None = None  # what null stands for, from the entries before it
+    to_native: Callable[[Any], object] | None = None  # None: as it is, which must not be null
+    to_hf: Callable[[Any], object] = lambda value: value
     kind: Kind | None = None  # the values that are accepted, unless schema.TEXT_FIELDS has it
-    supported: tuple[Any, ...] = ()  # all others are refused; without `default`, the first is it
+    supported: tuple[object, ...] = ()  # all others are refused; without `default`, the first is it
     aliases: tuple[str, ...] = ()  # second names; if several are given, the last one here counts
 
     @property
@@ -73,7 +73,7 @@ class Field:
             )
         return value
 
-    def native_value(self, value: object) -> Any:
+    def native_value(self, value: object) -> object:
         return value if self.to_native is None else self.to_native(value)
 
     def hf_value(self, config: MaxTextConfig) -> Any:
@@ -110,7 +110,7 @@ class HfMapping:
 
     architectures: tuple[str, ...]  # the first is written; the others hold the same text model
     model_type: str
-    keys: Mapping[str, Any]  # the keys that are the same in all models of the family
+    keys: Mapping[str, object]  # the keys that are the same in all models of the family
     # The entries of config.json except architectures, model_type and dtype. Of two with the same
     # name the later one counts; groups override fields, and later groups earlier ones.
     fields: tuple[Field | FieldGroup, ...]
@@ -206,16 +206,16 @@ def hf_activation(mlp_activations: Sequence[str]) -> str:
     )
 
 
-def optional(value: object) -> Any:
+def optional(value: object) -> object:
     """`to_native` of an entry whose null means the same in its key."""
     return value
 
 
-def or_zero(value: object) -> Any:
+def or_zero(value: object) -> object:
     return value or 0
 
 
-def or_null(value: object) -> Any:
+def or_null(value: object) -> object:
     """`to_hf` of an entry that states by null that there is none."""
     return value or None
 
@@ -235,7 +235,7 @@ def activation_field(hf: str = "hidden_act", default: str = "silu") -> Field:
     )
 
 
-def window_field(default: int | None, to_hf: Callable[[Any], Any] = optional) -> Field:
+def window_field(default: int | None, to_hf: Callable[[Any], object] = optional) -> Field:
     return Field(
         "sliding_window", "sliding_window_size", default, to_native=window_size, to_hf=to_hf
     )

@@ -223,7 +223,7 @@ def divisibility_problems(text: Json, prefix: str) -> list[str]:
     return problems
 
 
-def field_problems(values: Mapping[str, Any], fields: Fields, prefix: str = "") -> list[str]:
+def field_problems(values: Json, fields: Fields, prefix: str = "") -> list[str]:
     return [
         f"{prefix}{name} is {as_json(values[name])}, expected {kind.name}"
         for name, kind in fields.items()

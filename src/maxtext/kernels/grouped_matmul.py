@@ -11,7 +11,7 @@ Shapes: T tokens, k assignments of a token, N rows of the sorted buffer, X group
 inputs, M outputs.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -139,7 +139,7 @@ def unpermute(rows: Array, permutation: GroupPermutation) -> Array:
     return jnp.take(rows, permutation.row_indices, axis=0, mode="fill", fill_value=0)
 
 
-def zero_cotangent(integers: Any) -> Any:
+def zero_cotangent(integers: Tree) -> Tree:
     """The cotangent of integer arrays: zeros of float0."""
     return jax.tree.map(lambda leaf: np.zeros(leaf.shape, jax.dtypes.float0), integers)
 

@@ -18,7 +18,7 @@ Rows after the last group are not written: callers must not read them.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -27,6 +27,8 @@ from jax import Array, Ref
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
+
+from maxtext.common.types import Tree
 
 COMPUTE_WARPGROUPS = 2
 SWIZZLE_BYTES = 128
@@ -104,9 +106,9 @@ def grouped_matmul(
 
     def body(
         groups: Ref,
-        blocks: Any,
-        first_rows: Any,
-        counts: Any,
+        blocks: Ref,
+        first_rows: Ref,
+        counts: Ref,
         x_ref: Ref,
         weights_ref: Ref,
         out_ref: Ref,
@@ -114,7 +116,7 @@ def grouped_matmul(
         warpgroup, half = jax.lax.axis_index("wg"), tile.columns // COMPUTE_WARPGROUPS
         own_columns = pl.ds(warpgroup * half, half)
 
-        def multiply(_: Any, x_smem: Ref, weight_smem: Ref, accumulator: Any) -> Any:
+        def multiply(_: tuple[Array, ...], x_smem: Ref, weight_smem: Ref, accumulator: Any) -> Any:
             weight_half = (
                 plgpu.transpose_ref(weight_smem.at[own_columns], (1, 0))
                 if transposed
@@ -179,10 +181,10 @@ def weight_gradient(
     steps = jnp.where(group_sizes > 0, (ends + BLOCK_K - 1) // BLOCK_K - first_steps, 0)
 
     def body(
-        starts: Any,
-        ends: Any,
-        first_steps: Any,
-        steps: Any,
+        starts: Ref,
+        ends: Ref,
+        first_steps: Ref,
+        steps: Ref,
         x_ref: Ref,
         dy_ref: Ref,
         out_ref: Ref,
@@ -199,7 +201,9 @@ def weight_gradient(
             first_step, num_steps = first_steps[group], steps[group]
             start, end = starts[group], ends[group]
 
-            def multiply(step: Any, x_smem: Ref, dy_smem: Ref, accumulator: Any) -> Any:
+            def multiply(
+                step: tuple[Array, ...], x_smem: Ref, dy_smem: Ref, accumulator: Any
+            ) -> Any:
                 first_row = (first_step + step[0]) * BLOCK_K
 
                 # Rows of other groups, and of none, which may be NaN.
@@ -262,7 +266,9 @@ def run_tiles(
         plgpu.SwizzleTransform(SWIZZLE_BYTES),
     )
 
-    def pipeline(multiply: Callable, context: Callable, steps: Any, index_maps: Any) -> Any:
+    def pipeline(
+        multiply: Callable, context: Callable, steps: Array | int, index_maps: Sequence[Callable]
+    ) -> Any:
         specs = [
             plgpu.BlockSpec(block, index_map, transforms=transforms)
             for block, index_map in zip(block_shapes, index_maps, strict=True)
@@ -278,7 +284,7 @@ def run_tiles(
             compute_context=context,
         )
 
-    def nothing(*_: Any) -> None: ...
+    def nothing(*_: object) -> None: ...
 
     # All pipelines use the same buffers; this one only says how large they are.
     template = pipeline(nothing, nothing, tile.stages, ((lambda k: (k, 0)), (lambda k: (k, 0))))
@@ -289,11 +295,15 @@ def run_tiles(
         staging=plgpu.SMEM((COMPUTE_WARPGROUPS, tile.rows, STORE_COLUMNS), dtype),
         collective_axes="wg",
     )
-    def _(allocations: Any, staging: Any) -> None:
+    def _(allocations: Tree, staging: Ref) -> None:
         warpgroup = jax.lax.axis_index("wg")
 
         def run(
-            multiply: Callable, store: Callable, steps: Any, index_maps: Any, operands: tuple
+            multiply: Callable,
+            store: Callable,
+            steps: Array | int,
+            index_maps: Sequence[Callable],
+            operands: tuple,
         ) -> None:
             def context(evaluate: Callable) -> None:
                 @functools.partial(
@@ -318,7 +328,7 @@ def run_tiles(
 
 
 def store_rows(
-    staging: Any, out: Any, first: Array, columns: Any, begin: Array, count: Array, max_rows: int
+    staging: Ref, out: Ref, first: Array, columns: Any, begin: Array, count: Array, max_rows: int
 ) -> None:
     """Copy rows `begin` to `begin + count` of `staging` to `out`, whose block starts at `first`.
     The size of a copy is static, so there is one copy for each power of two."""
@@ -341,7 +351,7 @@ def num_multiprocessors() -> int:
     return getattr(jax.local_devices()[0], "core_count", None) or 132
 
 
-def persistent_kernel(body: Callable, out: Any, name: str) -> Callable:
+def persistent_kernel(body: Callable, out: jax.ShapeDtypeStruct, name: str) -> Callable:
     return plgpu.kernel(
         body,
         out_type=out,

@@ -16,7 +16,6 @@ tokens and suffers most, stays in the dtype of the inputs.
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -71,7 +70,7 @@ def forward(
     precision: str,
     dtype: DTypeLike,
     platform: str | None,
-) -> tuple[Weights, Any]:
+) -> tuple[Weights, Tree]:
     row_dims, inputs = x.ndim - input_dims, range(input_dims)
     axes = (range(row_dims, x.ndim), inputs)
     if precision == "int8":

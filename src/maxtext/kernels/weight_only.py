@@ -29,6 +29,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from maxtext.common.gpu import is_nvidia, target_capability
+from maxtext.common.types import Tree
 from maxtext.kernels.decode import small_batch_matmul as decode_matmul
 
 INT8, INT4, NF4 = "int8", "int4", "nf4"
@@ -110,7 +111,7 @@ class QuantizedWeight:
         return self.qvalue.ndim
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> DTypeLike:
         """The storage dtype."""
         return self.qvalue.dtype
 
@@ -209,7 +210,7 @@ def groups_per_dim(
 
 def weight_only_matmul(
     x: jax.Array,
-    weights: Sequence[Any],
+    weights: Sequence[Tree],
     input_dims: int,
     dtype: DTypeLike,
     platform: str | None = None,
@@ -232,7 +233,7 @@ def weight_only_matmul(
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
 def frozen_matmuls(
-    x: jax.Array, weights: tuple[Any, ...], input_dims: int, dtype: DTypeLike, platform: str | None
+    x: jax.Array, weights: tuple[Tree, ...], input_dims: int, dtype: DTypeLike, platform: str | None
 ) -> list[jax.Array]:
     """x in `dtype` times each weight, without gradients of the weights."""
     outer, inputs = x.shape[: x.ndim - input_dims], tuple(range(input_dims))
@@ -258,8 +259,8 @@ def frozen_matmuls(
 
 
 def frozen_matmuls_forward(
-    x: jax.Array, weights: tuple[Any, ...], input_dims: int, dtype: DTypeLike, platform: str | None
-) -> tuple[list[jax.Array], tuple[Any, ...]]:
+    x: jax.Array, weights: tuple[Tree, ...], input_dims: int, dtype: DTypeLike, platform: str | None
+) -> tuple[list[jax.Array], tuple[Tree, ...]]:
     return frozen_matmuls(x, weights, input_dims, dtype, platform), weights
 
 
@@ -267,7 +268,7 @@ def frozen_matmuls_backward(
     input_dims: int,
     dtype: DTypeLike,
     platform: str | None,
-    weights: tuple[Any, ...],
+    weights: tuple[Tree, ...],
     grads: Sequence[jax.Array],
 ) -> tuple[jax.Array, None]:
     dx = None
@@ -285,7 +286,9 @@ def frozen_matmuls_backward(
 frozen_matmuls.defvjp(frozen_matmuls_forward, frozen_matmuls_backward)
 
 
-def xla_matmul(x: jax.Array, weight: Any, input_dims: int, dtype: DTypeLike) -> jax.Array:
+def xla_matmul(
+    x: jax.Array, weight: "jax.Array | QuantizedWeight", input_dims: int, dtype: DTypeLike
+) -> jax.Array:
     inputs = tuple(range(input_dims))
     dimensions = ((tuple(range(x.ndim - input_dims, x.ndim)), inputs), ((), ()))
     if not (isinstance(weight, QuantizedWeight) and weight.has_output_scale(inputs)):

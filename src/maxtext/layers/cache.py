@@ -18,12 +18,12 @@ T keys that a view holds, W window, P blocks.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from maxtext.common.types import Tree
 from maxtext.kernels.attention import AUTOSELECTED, AttentionMask
 from maxtext.kernels.weight_only import dequantize, quantize
 from maxtext.layers.context import REFERENCE, BuildContext
@@ -45,7 +45,7 @@ class CacheConfig:
     dtype: DTypeLike
     block_size: int | None = None  # tokens; None: `length`, one block for each slot
     num_blocks: int | None = None  # of all slots together; None: enough for each
-    quantized: Any = None  # int8 or int4, with a scale for each token
+    quantized: DTypeLike | None = None  # int8 or int4, with a scale for each token
     scale_by_head: bool = False  # a scale for each head of each token
     context: BuildContext = REFERENCE
 
@@ -74,7 +74,7 @@ class KVView:
         """The back end for `q_length` queries a row."""
         return backend if self.positions is None else view_backend(backend, q_length)
 
-    def mask_inputs(self, mask: AttentionMask, inputs: LayerInputs) -> dict[str, Any]:
+    def mask_inputs(self, mask: AttentionMask, inputs: LayerInputs) -> dict[str, Tree]:
         """The fields of `AttentionInputs` that say which keys a query attends to."""
         if self.positions is not None:
             return {

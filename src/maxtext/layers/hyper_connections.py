@@ -25,7 +25,7 @@ Shapes: B batch, S sequence, k residual streams, E embed_dim.
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -123,7 +123,7 @@ def sinkhorn(logits: jax.Array, iterations: int) -> jax.Array:
     def columns(matrix: jax.Array) -> jax.Array:
         return matrix / (jnp.sum(matrix, axis=-2, keepdims=True) + EPSILON)
 
-    def rows_and_columns(_: Any, matrix: jax.Array) -> jax.Array:
+    def rows_and_columns(_: object, matrix: jax.Array) -> jax.Array:
         return columns(matrix / (jnp.sum(matrix, axis=-1, keepdims=True) + EPSILON))
 
     # The softmax is the first normalisation of rows.

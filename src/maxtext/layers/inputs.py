@@ -3,18 +3,18 @@ its sublayers.
 """
 
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import jax
 from flax import nnx
 
 from maxtext.common.load_balance import LoadBalancedOrder
+from maxtext.common.types import Tree
 from maxtext.kernels.decode.prefix_attention import PrefixGroups
 from maxtext.layers.shared_prefix import SharedPrefix
 
 # Small float32 values by name: load_balance_loss, expert_load [X], indexer_loss, max_logits [H];
 # and "cache", the updated cache.
-Aux = dict[str, Any]
+Aux = dict[str, Tree]
 
 
 @jax.tree_util.register_dataclass
@@ -26,7 +26,7 @@ class LayerInputs:
     tokens: jax.Array | None = None  # [B, S], the ids that were embedded
     # The order of the tokens, if they are permuted.
     order: LoadBalancedOrder | None = field(default=None, metadata={"static": True})
-    cache: Any = None  # of the layer that is called, see cache.py
+    cache: Tree = None  # of the layer that is called, see cache.py
     # Whether the cache holds no earlier token of these sequences.
     is_first_chunk: bool = field(default=False, metadata={"static": True})
     block_table: jax.Array | None = None  # [B, C], the blocks of each row, or of each segment

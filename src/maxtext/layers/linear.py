@@ -337,7 +337,7 @@ def project(x: jax.Array, *linears: Linear, weight_grads_first: bool = False) ->
     ]
 
 
-def any_quantized(weights: Sequence[Any]) -> bool:
+def any_quantized(weights: Sequence[jax.Array | QuantizedWeight]) -> bool:
     return any(isinstance(weight, QuantizedWeight) for weight in weights)
 
 
@@ -370,7 +370,7 @@ copies.defvjp(
 
 
 @jax.custom_jvp
-def order_weight_grads(x: Any, weights: Tree) -> tuple[Any, Any]:
+def order_weight_grads(x: Tree, weights: Tree) -> tuple[Tree, Tree]:
     """Both unchanged. In the backward pass, dw is computed before dx is used.
 
     A compiler may postpone dw, which nothing waits for, and keep the activations that it needs

@@ -20,7 +20,6 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -81,7 +80,7 @@ class LowRank:
         self.lora_factor = factor
 
     def add_update(
-        self, hidden: jax.Array, y: jax.Array, weight: Any, inputs: AdapterInputs
+        self, hidden: jax.Array, y: jax.Array, weight: Tree, inputs: AdapterInputs
     ) -> jax.Array:
         """y = x · weight with the adapter, where `hidden` is x A; without a bias, which is added
         afterwards."""
@@ -121,7 +120,7 @@ class LowRank:
     def adapter_scale(self, inputs: AdapterInputs) -> jax.Array | float:
         return layer_scale(self.adapter, inputs)
 
-    def merge(self, weight: Any, inputs: AdapterInputs) -> jax.Array:
+    def merge(self, weight: Tree, inputs: AdapterInputs) -> jax.Array:
         """The weight with the adapter in it, in the adapter's dtype, for layers that multiply by
         parts of their weight. Not for serving."""
         assert not self.adapter.slots
@@ -343,7 +342,7 @@ def freeze_base(model: nnx.Module, spec: AdapterSpec) -> None:
             node.set_metadata(trained=trained)
 
 
-def is_adapter(path: Sequence[Any]) -> bool:
+def is_adapter(path: Sequence[object]) -> bool:
     """Whether the parameter at a path belongs to an adapter."""
     return str(path[-1]).startswith(PREFIX)
 

@@ -167,12 +167,12 @@ def build_each(make: Make, initializers: Sequence[Initializer]) -> list[nnx.Modu
 
 def initialize_in_loop(
     initialize: Callable[[jax.Array], Tree], keys: jax.Array, split: bool = False
-) -> list[Any]:
+) -> list[Tree]:
     """The leaves of `initialize(key)` of all keys, stacked along a new first dimension; with
     `split`, a list of arrays each. One leaf of one key is computed at a time."""
-    leaves: list[Any] = []
+    leaves: list[Tree] = []
     for i in range(len(jax.tree.leaves(jax.eval_shape(initialize, keys[0])))):
-        leaf: Any = jax.lax.map(lambda key, i=i: jax.tree.leaves(initialize(key))[i], keys)
+        leaf: Tree = jax.lax.map(lambda key, i=i: jax.tree.leaves(initialize(key))[i], keys)
         if split:
             leaf = [jax.lax.index_in_dim(leaf, j, keepdims=False) for j in range(len(keys))]
         # Without the barrier all stacked arrays may exist at once.
@@ -246,7 +246,7 @@ class Template:
         is never quantized."""
         return self.metadata(lambda metadata: metadata.get("contracted", ()))
 
-    def metadata(self, read: Callable[[dict], Any]) -> Tree:
+    def metadata(self, read: Callable[[dict], Tree]) -> Tree:
         tree: dict = {}
         for path, variable in nnx.to_flat_state(self.state):
             branch = tree
@@ -266,7 +266,7 @@ class Template:
         layers cast are already cast, unless that would make them larger. All others, as norms
         and the biases of routers, keep their dtype."""
 
-        def cast(dtype: DTypeLike, weight: Any) -> Any:
+        def cast(dtype: DTypeLike, weight: Tree) -> Tree:
             is_smaller = dtype != "" and jnp.dtype(dtype).itemsize <= weight.dtype.itemsize
             return weight.astype(dtype) if is_smaller else weight
 

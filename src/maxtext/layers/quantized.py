@@ -9,7 +9,6 @@ place of the array; `Template.bind` takes both.
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -50,7 +49,7 @@ def initial_quantizer(
     if dtype is None:
         return None
 
-    def quantize(values: jax.Array, contracted: tuple[int, ...], initializer: Initializer) -> Any:
+    def quantize(values: jax.Array, contracted: tuple[int, ...], initializer: Initializer) -> Tree:
         if not head and initializer.paths == (HEAD,):
             return values
         stacked_last = initializer.stack_axis is not None and initializer.stack_axis >= values.ndim
@@ -87,7 +86,7 @@ def abstract_quantized(
         lambda weights: quantize_weights(template, weights, dtype, group, head), template.weights
     )
 
-    def axes_of(leaf: Any, names: tuple[str | None, ...], contracted: tuple[int, ...]) -> Any:
+    def axes_of(leaf: Tree, names: tuple[str | None, ...], contracted: tuple[int, ...]) -> Tree:
         if not isinstance(leaf, QuantizedWeight):
             return names
         scale_names = tuple(None if i in contracted else name for i, name in enumerate(names))
@@ -109,7 +108,7 @@ def layout_for_decode(template: Template, weights: Tree, context: BuildContext) 
     if context.only_platform != "gpu":
         return weights
 
-    def set_layout(weight: Any, contracted: tuple[int, ...], packed: bool) -> Any:
+    def set_layout(weight: Tree, contracted: tuple[int, ...], packed: bool) -> Tree:
         if not isinstance(weight, QuantizedWeight) or weight.dtype != jnp.int8:
             return weight
         order = (*(axis for axis in range(weight.ndim) if axis not in contracted), *contracted)
@@ -120,7 +119,7 @@ def layout_for_decode(template: Template, weights: Tree, context: BuildContext) 
 
 
 def map_quantizable(
-    function: Callable[[Any, tuple[int, ...], bool], Any],
+    function: Callable[[Tree, tuple[int, ...], bool], Tree],
     template: Template,
     tree: Tree,
     head: bool = True,

@@ -30,6 +30,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
+from maxtext.common.types import Tree
 from maxtext.kernels import all_to_all, grouped_matmul
 from maxtext.kernels.fp8.grouped_matmul import grouped_matmul_fp8
 from maxtext.kernels.weight_only import dequantize
@@ -48,11 +49,11 @@ class ExpertWeights(NamedTuple):
     added. An adapter adds x lora_a lora_b, with lora_a [X, inputs, R] and lora_b [X, R, outputs].
     """
 
-    weight: Any
-    bias: Any = None
-    scale: Any = None
-    lora_a: Any = None
-    lora_b: Any = None
+    weight: Tree
+    bias: Tree = None
+    scale: Tree = None
+    lora_a: Tree = None
+    lora_b: Tree = None
 
 
 Weights = dict[str, ExpertWeights]

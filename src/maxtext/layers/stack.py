@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
+from maxtext.common.types import Tree
 from maxtext.kernels.attention import OUTPUT_PRIMITIVES
 from maxtext.layers.adapters import use_adapter_inputs
 from maxtext.layers.inputs import Aux, LayerInputs, Sublayer
@@ -101,11 +102,11 @@ class Stack(nnx.Module):
                 blocks.append(nnx.List(build_each(make, initializers)))
         self.blocks: Any = nnx.List(blocks)
 
-    def layer_index(self, repeat: Any, index: int) -> Any:
+    def layer_index(self, repeat: jax.Array | int, index: int) -> jax.Array | int:
         """The index in the model of a layer of the pattern."""
         return self.first_layer + repeat * len(self.segment.pattern) + index
 
-    def layer_inputs(self, inputs: LayerInputs, repeat: Any, index: int) -> LayerInputs:
+    def layer_inputs(self, inputs: LayerInputs, repeat: jax.Array | int, index: int) -> LayerInputs:
         """The inputs of one layer: with its dropout key and, for adapters, its index in the
         stack."""
         inputs = inputs.fold(self.layer_index(repeat, index))
@@ -153,8 +154,8 @@ class Stack(nnx.Module):
         return jax.lax.scan(body, x, (jnp.arange(self.segment.repeats), states))
 
     def step(
-        self, x: jax.Array, inputs: LayerInputs, caches: Sequence[Any]
-    ) -> tuple[jax.Array, list[Any]]:
+        self, x: jax.Array, inputs: LayerInputs, caches: Sequence[Tree]
+    ) -> tuple[jax.Array, list[Tree]]:
         """The residual after these layers, each with its cache, and the updated caches."""
         updated = []
         for layer_index in range(self.segment.layers):

@@ -31,7 +31,7 @@ LAYER_KINDS = {
 }
 
 
-def mixer_kind(mixer: Any) -> str:
+def mixer_kind(mixer: object) -> str:
     """The kind of a layer with this mixer, as `architecture.layer_kinds` names it."""
     mask = getattr(mixer, "mask", None)
     if mask is None:

@@ -7,7 +7,6 @@ passes; rematerialization is not counted.
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import jax
 
@@ -92,7 +91,7 @@ def forward_flops_per_token(config: MaxTextConfig, length: int | None = None) ->
 
 
 def train_flops_per_token(
-    config: MaxTextConfig, frozen: Tree | None = None, adapters: Any = None
+    config: MaxTextConfig, frozen: Tree | None = None, adapters: Tree | None = None
 ) -> float:
     """FLOPs of a training step: 3 F - W(frozen) + 3 W(adapters).
 

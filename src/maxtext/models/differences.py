@@ -7,7 +7,6 @@ those that only training uses (`layers.specs.IMPLEMENTATION`).
 import math
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
-from typing import Any
 
 import numpy as np
 
@@ -49,7 +48,7 @@ def config_differences(config: MaxTextConfig, second: MaxTextConfig) -> list[str
     return list(differences)
 
 
-def value_differences(value: Any, second: Any, path: str) -> Iterator[str]:
+def value_differences(value: object, second: object, path: str) -> Iterator[str]:
     if isinstance(value, RopeSpec) and isinstance(second, RopeSpec):
         if not same_rope(value, second):
             yield f"{path}={value}"
@@ -77,7 +76,7 @@ def same_rope(spec: RopeSpec, second: RopeSpec) -> bool:
     )
 
 
-def same_value(value: Any, second: Any) -> bool:
+def same_value(value: object, second: object) -> bool:
     """None, False and 0 all state that there is none."""
     if isinstance(value, float) and isinstance(second, int | float):
         return math.isclose(value, second, rel_tol=1e-6)

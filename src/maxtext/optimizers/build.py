@@ -14,7 +14,6 @@ once.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import optax
@@ -132,7 +131,7 @@ def _rules(
     return rules
 
 
-def _is_axes(node: Any) -> bool:
+def _is_axes(node: object) -> bool:
     return isinstance(node, tuple)
 
 
@@ -188,5 +187,5 @@ def is_true_anyway(key: str, config: MaxTextConfig) -> bool:
     return key in ("adam_weight_decay", "adamw_mask") and config.adam_weight_decay == 0
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     return str(getattr(value, "value", value))

@@ -7,8 +7,6 @@
 Both return m / (sqrt(v + eps_root) + eps). The caller applies weight decay and learning rate.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import optax
@@ -40,7 +38,7 @@ def per_leaf(rule: optax.GradientTransformation) -> optax.GradientTransformation
         results = jax.tree.map(
             lambda *leaves: update_leaf(*leaves, state.count), grads, state.mu, state.nu
         )
-        structure: Any = jax.tree.structure(grads)
+        structure: jax.tree_util.PyTreeDef = jax.tree.structure(grads)
         updates, mu, nu = (
             structure.unflatten(leaves)
             for leaves in zip(*structure.flatten_up_to(results), strict=True)

@@ -15,15 +15,15 @@ steps are omitted. The schedule takes Python numbers, or tracers under jit.
 
 from collections.abc import Callable
 from itertools import accumulate
-from typing import Any
 
 import jax
 import optax
+from jax.typing import ArrayLike
 
 from maxtext.common.errors import ConfigError
 from maxtext.configs.types import MaxTextConfig
 
-Schedule = Callable[[Any], jax.Array]
+Schedule = Callable[[ArrayLike], jax.Array]
 
 
 def schedule_steps(config: MaxTextConfig) -> int:

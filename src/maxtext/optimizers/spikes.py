@@ -30,7 +30,7 @@ class SpikeState(NamedTuple):
     raw_grad_norms: jax.Array
     recorded: jax.Array  # number of values recorded so far, int32
     skipped: jax.Array  # whether the last update was skipped
-    inner_state: Any
+    inner_state: Tree
 
 
 def skip_spikes(
@@ -55,8 +55,8 @@ def skip_spikes(
         state: SpikeState,
         params: Tree | None = None,
         *,
-        loss: Any,
-        raw_grad_norm: Any,
+        loss: jax.Array,
+        raw_grad_norm: jax.Array,
         **extra_args: Any,
     ) -> tuple[Tree, SpikeState]:
         loss, norm = jnp.asarray(loss, jnp.float32), jnp.asarray(raw_grad_norm, jnp.float32)

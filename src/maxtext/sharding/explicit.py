@@ -7,7 +7,6 @@ constraints there: `auto_sharded`. With shard_mode=auto these functions have no 
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,13 +16,13 @@ from maxtext.common.types import Tree
 from maxtext.sharding.rules import Axes, AxisRules, active_rules, use_rules
 
 
-def with_explicit_sharding(function: Callable[..., Any], shardings: Tree) -> Callable[..., Any]:
+def with_explicit_sharding(function: Callable[..., Tree], shardings: Tree) -> Callable[..., Tree]:
     """`function` with shardings in types; `shardings` are those of its arguments.
 
     To be traced under `jax.set_mesh`.
     """
 
-    def is_sharding(leaf: Any) -> bool:
+    def is_sharding(leaf: object) -> bool:
         return isinstance(leaf, NamedSharding)
 
     specs = jax.tree.map(lambda sharding: sharding.spec, shardings, is_leaf=is_sharding)
@@ -37,8 +36,8 @@ def is_explicit() -> bool:
 
 
 def auto_sharded(
-    function: Callable[..., Any], *args: Any, out_axes: Axes, has_aux: bool = False
-) -> Any:
+    function: Callable[..., Tree], *args: Tree, out_axes: Axes, has_aux: bool = False
+) -> Tree:
     """function(*args), inside which the compiler chooses shardings.
 
     `out_axes` are the logical axes of all arrays of the result. With `has_aux` the function returns
@@ -49,20 +48,20 @@ def auto_sharded(
         return function(*args)
     shapes = result_shapes(rules, function, args)
     result, aux = shapes if has_aux else (shapes, None)
-    specs: Any = jax.tree.map(lambda leaf: rules.spec(out_axes, leaf.shape), result)
+    specs: Tree = jax.tree.map(lambda leaf: rules.spec(out_axes, leaf.shape), result)
     if has_aux:
         specs = specs, jax.tree.map(lambda leaf: PartitionSpec(), aux)
     return jax.sharding.auto_axes(function, out_sharding=specs)(*args)
 
 
-def result_shapes(rules: AxisRules, function: Callable[..., Any], args: Any) -> Any:
+def result_shapes(rules: AxisRules, function: Callable[..., Tree], args: Tree) -> Tree:
     """Shapes and dtypes of function(*args), traced on a mesh without explicit axes."""
     with use_rules(None), jax.sharding.use_abstract_mesh(rules.mesh.abstract_mesh):
         abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), args)
         return jax.eval_shape(function, *abstract)
 
 
-def auto_sharded_like_first(function: Callable[..., Any], *args: Any) -> Any:
+def auto_sharded_like_first(function: Callable[..., Tree], *args: Tree) -> Tree:
     """function(*args), inside which the compiler chooses shardings.
 
     The result is a tree of the structure and the shardings of the first argument.
@@ -73,7 +72,7 @@ def auto_sharded_like_first(function: Callable[..., Any], *args: Any) -> Any:
     return jax.sharding.auto_axes(function, out_sharding=specs)(*args)
 
 
-def zeros_like(tree: Tree) -> Any:
+def zeros_like(tree: Tree) -> Tree:
     """Zeros with the shapes, dtypes and shardings of a tree of abstract arrays."""
     if not is_explicit():
         return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), tree)

@@ -16,11 +16,11 @@ result may vary only over the axes that its split names, which JAX checks.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from maxtext.common.types import Tree
 from maxtext.sharding.rules import AxisRules, active_rules, use_rules
 
 Split = Sequence[tuple[str, ...]]
@@ -34,17 +34,17 @@ def current() -> AxisRules | None:
 
 def run_manual(
     rules: AxisRules,
-    function: Callable[..., Any],
-    args: Sequence[Any],
-    splits: Sequence[Any],
+    function: Callable[..., Tree],
+    args: Sequence[Tree],
+    splits: Sequence[Tree],
     result: Split,
     check: bool = True,
-) -> Any:
+) -> Tree:
     """`function` of each device's shards. `result`: the split of the array that it returns. The
     split of an argument that is a pytree is a tree of PartitionSpecs. Without `check`, JAX does not
     verify `result`."""
 
-    def run_on_shards(*shards: jax.Array) -> Any:
+    def run_on_shards(*shards: jax.Array) -> Tree:
         with use_rules(None):  # shards are placed already: nothing inside may be constrained
             return function(*shards)
 

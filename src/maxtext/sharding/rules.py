@@ -9,7 +9,6 @@ import contextvars
 import math
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -73,7 +72,7 @@ class AxisRules:
         )
         return NamedSharding(self.mesh, AxisRules(self.mesh, rules).spec(axes, shape))
 
-    def shardings(self, axes: Tree, weights: Tree) -> Any:
+    def shardings(self, axes: Tree, weights: Tree) -> Tree:
         """A tree of shardings from trees of abstract weights and of their axis names."""
         return jax.tree.map(lambda leaf, names: self.sharding(names, leaf.shape), weights, axes)
 

@@ -43,7 +43,7 @@ def on_device(sharding: NamedSharding) -> NamedSharding:
     return sharding.with_memory_kind(DEVICE)
 
 
-def to_device(tree: Tree) -> Any:
+def to_device(tree: Tree) -> Tree:
     """Copy to device memory under jit; shardings stay the same."""
     return jax.tree.map(lambda leaf: jax.device_put(leaf, jax.memory.Space.Device), tree)
 
@@ -105,7 +105,7 @@ def describe_shardings(rules: AxisRules, axes: Tree, weights: Tree) -> Iterable[
 
 def leaves_with_shardings(
     rules: AxisRules, axes: Tree, weights: Tree
-) -> Iterable[tuple[str, Any, NamedSharding]]:
+) -> Iterable[tuple[str, Tree, NamedSharding]]:
     """(path, leaf, sharding) of each weight."""
     shardings = jax.tree.leaves(rules.shardings(axes, weights))
     return zip(leaf_paths(weights), jax.tree.leaves(weights), shardings, strict=True)
@@ -117,7 +117,7 @@ def leaf_paths(weights: Tree) -> list[str]:
     ]
 
 
-def is_axes(leaf: Any) -> bool:
+def is_axes(leaf: object) -> bool:
     return isinstance(leaf, tuple)
 
 

@@ -1,7 +1,6 @@
 """Converts checkpoints between Hugging Face, training and native formats, one tensor at a time."""
 
 import os
-from typing import Any
 
 from maxtext.checkpoint import steps
 from maxtext.checkpoint.integrity import verify
@@ -18,6 +17,7 @@ from maxtext.checkpoint.tensors import CastTensors, Progress
 from maxtext.checkpoint.weights import ParamInfo, param_dtypes
 from maxtext.common.errors import UserError
 from maxtext.common.files import local_path
+from maxtext.common.types import Tree
 from maxtext.configs.derive import Devices
 from maxtext.configs.sources import from_python
 from maxtext.models.configuration import load
@@ -102,7 +102,7 @@ def to_folder(
     )
 
 
-def unrolled_model(checkpoint: Checkpoint) -> tuple[Any, dict[str, ParamInfo]]:
+def unrolled_model(checkpoint: Checkpoint) -> tuple[Tree, dict[str, ParamInfo]]:
     """The configuration of a checkpoint's model, with unrolled layers so that each weight belongs
     to one layer, and its parameters.
     """

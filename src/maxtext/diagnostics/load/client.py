@@ -15,6 +15,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from maxtext.common.errors import ConfigError
+from maxtext.common.types import Json
 
 DONE = b"data: [DONE]"
 MAX_HEADER_BYTES = 64 * 1024
@@ -77,7 +78,7 @@ class Target:
         prefix = parts.path.rstrip("/").removesuffix("/v1")
         return cls(host, port or (443 if tls else 80), tls, prefix, api_key)
 
-    def encode(self, method: str, path: str, body: Any = None) -> bytes:
+    def encode(self, method: str, path: str, body: Json | None = None) -> bytes:
         """A request as it goes over the wire."""
         data = b"" if body is None else json.dumps(body).encode()
         host = f"[{self.host}]" if ":" in self.host else self.host
@@ -267,7 +268,7 @@ class Client:
         self.idle: list[Connection] = []
         self.tls = ssl.create_default_context() if target.tls else None
 
-    async def post(self, path: str, body: Any, record: RequestRecord) -> RequestRecord:
+    async def post(self, path: str, body: Json, record: RequestRecord) -> RequestRecord:
         """Send a request and return its record, with `started_at`; never raises."""
         return await self.send(self.target.encode("POST", path, body), record)
 

@@ -19,13 +19,13 @@ it.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from maxtext.common.types import Tree
 from maxtext.kernels.attention.masks import zero_fully_masked_queries
 from maxtext.kernels.attention.request import (
     AttentionInputs,
@@ -95,7 +95,7 @@ def run_kernel(kernel: Callable[..., Array], inputs: AttentionInputs) -> Array:
 
 
 def apply_kernel(
-    kernel: Callable[..., Array], q: Array, k: Array, v: Array, segments: Any, sinks: Array | None
+    kernel: Callable[..., Array], q: Array, k: Array, v: Array, segments: Tree, sinks: Array | None
 ) -> Array:
     return jax.vmap(kernel, in_axes=(0, 0, 0, None if segments is None else 0, None))(
         q, k, v, segments, sinks
@@ -103,7 +103,7 @@ def apply_kernel(
 
 
 def apply_kernel_forward(
-    kernel: Callable[..., Array], q: Array, k: Array, v: Array, segments: Any, sinks: Array | None
+    kernel: Callable[..., Array], q: Array, k: Array, v: Array, segments: Tree, sinks: Array | None
 ) -> tuple:
     """The output, and the VJP with its residuals, which the barrier computes before the output is
     used: the kernel writes the log-sum-exp of each query 128 times, and XLA may otherwise keep all

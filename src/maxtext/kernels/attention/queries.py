@@ -4,15 +4,14 @@ Shapes: B batch, S query length.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-BLOCK = 128
+from maxtext.common.types import Tree
 
-Tree = Any
+BLOCK = 128
 
 
 def map_queries(function: Callable[[Tree], Array], arrays: Tree, block: int = BLOCK) -> Array:

@@ -18,9 +18,8 @@ Accumulation is in float32; tile sizes are the fastest on an H200.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +28,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jax.typing import DTypeLike
 
+from maxtext.common.types import Tree
 from maxtext.kernels.decode.paged_attention import store_head
 
 
@@ -185,16 +185,16 @@ def gemv_call(
     finish: Callable[..., None],
     x: NormedInput | Array,
     weights_T: Array,
-    block_indices: list[Callable[[Any], Any]],
+    block_indices: list[Callable[[Array], Array]],
     *more: Array,
     programs: int,
     tiles: Tiles,
     interpret: bool,
     name: str,
-    out_specs: Any,
-    out_shape: Any,
-    more_specs: Any = (),
-) -> Any:
+    out_specs: Tree,
+    out_shape: Tree,
+    more_specs: Sequence[pl.BlockSpec] = (),
+) -> Tree:
     """Run `finish(*products, *more_refs, *out_refs)` with the products of a program, one for each
     of `block_indices`, which map the program to a block of columns of `weights_T`."""
     depth = weights_T.shape[1]
@@ -208,7 +208,7 @@ def gemv_call(
         sums = products(refs[: len(vectors)], refs[len(vectors) : end], block_depth, unrolled, norm)
         finish(*sums, *refs[end:])
 
-    def columns_of(index: Callable[[Any], Any]) -> pl.BlockSpec:
+    def columns_of(index: Callable[[Array], Array]) -> pl.BlockSpec:
         return pl.BlockSpec((tiles.columns, depth), lambda n: (index(n), 0))
 
     return pl.pallas_call(
@@ -228,7 +228,11 @@ def gemv_call(
 
 
 def products(
-    vectors: Any, weights_T: Any, block_depth: int, unrolled: bool, norm: tuple[float, float] | None
+    vectors: Sequence[Ref],
+    weights_T: Sequence[Ref],
+    block_depth: int,
+    unrolled: bool,
+    norm: tuple[float, float] | None,
 ) -> list[Array]:
     """In a kernel: [columns] for each block [columns, K] of weights. `norm` is (epsilon,
     offset).
@@ -236,7 +240,7 @@ def products(
     columns, depth = weights_T[0].shape
     steps = depth // block_depth
 
-    def add(step: Any, carry: tuple[Array, ...]) -> tuple[Array, ...]:
+    def add(step: Array | int, carry: tuple[Array, ...]) -> tuple[Array, ...]:
         squares, *totals = carry
         at = pl.ds(step * block_depth, block_depth)
         tiles = [weight[:, at] for weight in weights_T]

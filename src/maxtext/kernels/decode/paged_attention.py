@@ -16,6 +16,7 @@ be read once for all of them, see prefix_attention.py.
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -237,7 +238,7 @@ def combine_program(
     head_dim = context_ref.shape[1]
     block = min(pl.next_power_of_2(splits), max(1, COMBINED_ELEMENTS // head_dim))
 
-    def add(step: Any, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+    def add(step: Array | int, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         context, running_max, total = carry
         span = step * block + jnp.arange(block)
         index, valid = jnp.minimum(span, splits - 1), span < splits
@@ -300,11 +301,11 @@ def split_qkv_rope(
 
 
 def store_head(
-    outs: Any,
+    outs: Sequence[Ref],
     heads: tuple[int, int],
     head: Array,
     columns: Any,
-    halves: Any,
+    halves: Sequence[Array],
     cos: Array,
     sin: Array,
     count: int | None = None,
@@ -320,7 +321,7 @@ def store_head(
     ):
 
         @pl.when((head >= begin) & (head < end))
-        def _(out_ref: Ref = out_ref, begin: int = begin, pair: Any = pair) -> None:
+        def _(out_ref: Ref = out_ref, begin: int = begin, pair: Sequence[Array] = pair) -> None:
             row = head - begin if count is None else pl.ds(head - begin, count)
             for at, values in zip(columns, pair, strict=True):
                 out_ref[row, at] = values.astype(out_ref.dtype)

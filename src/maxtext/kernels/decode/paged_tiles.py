@@ -70,14 +70,14 @@ def soft_capped(logits: Array, soft_cap: float | None) -> Array:
     return logits if soft_cap is None else soft_cap * jnp.tanh(logits / soft_cap)
 
 
-def scaled(x: Array, refs: dict[str, Any], name: str, at: Any) -> Array:
+def scaled(x: Array, refs: dict[str, Ref], name: str, at: Any) -> Array:
     """x times the scale of each token, which is its last dimension."""
     return x * refs[name + "_scale"][at] if name + "_scale" in refs else x
 
 
 def add_tile(
     q: Array,
-    pools: dict[str, Any],
+    pools: dict[str, Ref],
     slots: Array,
     visible: Array | None,
     partial: Partial,

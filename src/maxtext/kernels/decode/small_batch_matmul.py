@@ -21,9 +21,8 @@ Tile sizes are the fastest on an H200; for float weights XLA's matmuls are as fa
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -84,7 +83,7 @@ def gemv_int8(x: Array, weights_T: Sequence[Array], interpret: bool) -> list[Arr
     counts = [weight_T.shape[0] // COLUMNS for weight_T in weights_T]
     firsts = [0, *accumulate(counts)]
 
-    def block_index(weight: int) -> Any:
+    def block_index(weight: int) -> Callable:
         return lambda n: jnp.clip(n - firsts[weight], 0, counts[weight] - 1)
 
     indices = [block_index(weight) for weight in range(len(weights_T))]
@@ -155,7 +154,7 @@ def gemv_program(
             return total
 
         @pl.when((program >= first) & (program < end))
-        def _(out_ref: Ref = out_ref, add: Any = add) -> None:
+        def _(out_ref: Ref = out_ref, add: Callable = add) -> None:
             total = jax.lax.fori_loop(0, steps, add, jnp.zeros((COLUMNS, block_depth), jnp.float32))
             out_ref[...] = total.sum(axis=1)
 

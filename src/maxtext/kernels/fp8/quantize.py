@@ -11,7 +11,7 @@ matmuls may be scaled before or after they are rounded.
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -94,7 +94,7 @@ def rescale(x: Array, scale: Array, dtype: DTypeLike) -> Array:
     )
 
 
-def accum_dtype(dtype: DTypeLike) -> Any:
+def accum_dtype(dtype: DTypeLike) -> DTypeLike:
     """The dtype of unscaled products, which would overflow float16."""
     return jnp.float32 if jnp.dtype(dtype) == jnp.float16 else dtype
 

@@ -133,7 +133,7 @@ def gated_backward_rows(
     )
 
 
-def write_quantized(tiles: Sequence[IndexedTile], out: Any, scale_ref: Ref) -> list[Array]:
+def write_quantized(tiles: Sequence[IndexedTile], out: Ref, scale_ref: Ref) -> list[Array]:
     """In a kernel: write tiles in fp8 and the scales of their rows. Returns the tiles over their
     scale.
     """

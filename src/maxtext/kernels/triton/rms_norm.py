@@ -7,7 +7,6 @@ Shapes: T rows, C columns.
 
 import functools
 import operator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -68,7 +67,7 @@ def add_rms_norm_rows(
 
 
 def write_normed(
-    tiles: list[Array], scale: Any, epsilon: float, out: Any, inverse_rms: Any
+    tiles: list[Array], scale: Ref, epsilon: float, out: Ref, inverse_rms: Ref
 ) -> None:
     """In a kernel: write the norm of rows, given as tiles."""
     squares = functools.reduce(operator.add, [jnp.sum(jnp.square(tile), axis=1) for tile in tiles])
@@ -100,7 +99,7 @@ def rms_norm_rows_backward(
     def program(x: Ref, dn: Ref, dresidual: Ref, inverse_rms: Ref, scale: Ref, *refs: Ref) -> None:
         *factors, dx, dscale, amax = refs
 
-        def step(block: Any, dscales: list[Array]) -> list[Array]:
+        def step(block: Array, dscales: list[Array]) -> list[Array]:
             rows = pl.ds(block * block_rows, block_rows)
             inverse = inverse_rms[rows][:, None]
             units = [x[rows, columns].astype(jnp.float32) * inverse for columns in tiles]

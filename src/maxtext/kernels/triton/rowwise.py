@@ -43,7 +43,7 @@ def rowwise_call(
     columns = max(sum(x.size // num_rows for x in arrays) for arrays in (matrices, outs))
     block_rows, num_warps = rows_and_warps(columns)
 
-    def rows_of(x: Any) -> pl.BlockSpec:
+    def rows_of(x: jax.Array | jax.ShapeDtypeStruct) -> pl.BlockSpec:
         return pl.BlockSpec((block_rows, *x.shape[1:]), lambda i: (i, *[0] * (x.ndim - 1)))
 
     return pl.pallas_call(
