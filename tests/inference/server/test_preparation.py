@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 import httpx
 import pytest
 
-from maxtext.inference.server import app
+from maxtext.inference.server import app, completions_writer
 from tests.inference.server.local_server import run_server
 from tests.support.server_client import MESSAGES, check_error, metric
 
@@ -42,6 +42,30 @@ def test_long_fields_of_a_short_prompt_are_checked_in_a_thread(
     in_loop, in_pool = threads
     assert "prepare" not in in_loop
     assert "prepare" in in_pool
+
+
+def test_many_logprobs_are_written_in_a_thread(llm, few_programs, monkeypatch):
+    """So that other requests need not wait; the response is the same."""
+    monkeypatch.setattr(completions_writer, "MAX_SHORT_LOGPROBS", 12, raising=False)
+    threads = []
+
+    def record(formatter, logprobs, run=completions_writer.ChoiceFormatter.prompt_records):
+        threads.append(threading.current_thread().name)
+        return run(formatter, logprobs)
+
+    monkeypatch.setattr(completions_writer.ChoiceFormatter, "prompt_records", record)
+    options = {"max_tokens": 2, "prompt_logprobs": 1, "seed": 3, "ignore_eos": True}
+    with run_server(llm) as (_, url):
+        short, long = (
+            httpx.post(f"{url}/v1/completions", json={"prompt": "w5 w6 w7", "n": n, **options})
+            for n in (1, 3)
+        )
+    assert short.json()["choices"] == long.json()["choices"][:1]
+    assert len(long.json()["choices"]) == 3
+    in_loop, *in_threads = threads
+    assert in_loop == "maxtext-http"
+    assert len(in_threads) == 3
+    assert "maxtext-http" not in in_threads
 
 
 @pytest.mark.parametrize("path", PATHS)

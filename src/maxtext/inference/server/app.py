@@ -302,7 +302,7 @@ class Endpoints:
         headers = ignored_header(parsed.ignored_fields)
         if not parsed.stream:
             response = await run_while_connected(request.receive, writer.whole())
-            return json_response(response, headers=headers)
+            return Response(response, headers=headers, media_type="application/json")
 
         def on_error(error: BaseException) -> ApiError:
             return ApiError.from_exception(error, request.state.request_id)

@@ -3,6 +3,7 @@
 `ChoiceFormatter` turns what the engine adds to a choice into its parts of a response.
 """
 
+import asyncio
 import codecs
 import time
 from collections.abc import AsyncGenerator, Iterable, Sequence
@@ -25,6 +26,7 @@ from maxtext.inference.text.detokenizer import REPLACEMENT
 
 Json = dict[str, Any]
 MAX_CHARACTER_TOKENS = 8  # the most tokens of one character: it has four bytes at most
+MAX_SHORT_LOGPROBS = 1000  # tokens whose log-probabilities take a moment to write
 PromptLogprobs = Sequence[TokenLogprobs | None]
 
 
@@ -306,8 +308,8 @@ class CompletionsWriter:
             "model": request.model,
         }
 
-    async def whole(self) -> Json:
-        """The response without a stream."""
+    async def whole(self) -> bytes:
+        """The response without a stream. Many log-probabilities are written in a thread."""
         completions: dict[int, Completion] = {}
         async with aclosing(self.active.deltas()) as deltas:
             async for prompt, delta in deltas:
@@ -316,15 +318,27 @@ class CompletionsWriter:
                     self.usage.completion_tokens += len(delta.completion.token_ids)
                     index = prompt * self.request.num_choices + delta.choice
                     completions[index] = delta.completion
+        has_logprobs = (self.request.logprobs, self.request.prompt_logprobs) != (None, None)
+        num_tokens = self.usage.completion_tokens
+        num_tokens += self.usage.prompt_tokens * self.request.num_choices
+        if has_logprobs and num_tokens > MAX_SHORT_LOGPROBS:
+            return await asyncio.to_thread(self.encode_whole, completions)
+        return self.encode_whole(completions)
+
+    def encode_whole(self, completions: dict[int, Completion]) -> bytes:
+        """One choice at a time: the encoder does not let other threads run."""
         choices = []
         extras: Json = {}  # of a chat, which has one prompt
         for index, formatter in enumerate(self.formatters):
             first = completions[index - index % self.request.num_choices]
-            choices.append(formatter.choice(completions[index], first.prompt_logprobs))
+            choice = formatter.choice(completions[index], first.prompt_logprobs)
             if self.request.prompt_logprobs is not None:
                 records = {"prompt_logprobs": formatter.prompt_records(first.prompt_logprobs)}
-                (extras if self.request.is_chat else choices[-1]).update(records)
-        return {**self.head, "choices": choices, "usage": self.usage.to_json(), **extras}
+                (extras if self.request.is_chat else choice).update(records)
+            choices.append(encode_json(choice))
+        head = encode_json(self.head)[:-1] + b',"choices":['
+        last = encode_json({"usage": self.usage.to_json(), **extras})[1:]
+        return b"".join([head, b",".join(choices), b"],", last])
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The response as server-sent events, one write for what a step of the engine adds."""

@@ -142,12 +142,12 @@ class ResponsesWriter:
                 if events:
                     yield events
 
-    async def whole(self) -> Json:
+    async def whole(self) -> bytes:
         """The response without a stream."""
         async with aclosing(self.deltas()) as deltas:
             async for _ in deltas:
                 pass
-        return self.response()
+        return encode_json(self.response())
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The response as server-sent events."""
