@@ -5,9 +5,8 @@ import pytest
 
 from maxtext import LLM
 from maxtext.inference import GenerationRequest, SamplingParams
-from maxtext.inference.engine.block_pool import BlockPool
 from maxtext.inference.engine.engine import InferenceEngine
-from maxtext.inference.engine.prefix_cache import PrefixCache
+from maxtext.inference.engine.prefix_cache import BlockPool, PrefixCache
 from maxtext.inference.engine.programs import Programs
 from maxtext.inference.engine.scheduler import Scheduler
 from maxtext.inference.engine.sequence import Sequence

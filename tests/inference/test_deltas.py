@@ -8,7 +8,7 @@ from maxtext import LLM
 from maxtext.inference import GenerationRequest, SamplingParams
 from maxtext.inference.engine.sequence import StepOutput
 from maxtext.inference.sampling.logprobs import TokenLogprobs
-from maxtext.inference.text.processing import OutputProcessor
+from maxtext.inference.text.session import OutputProcessor
 from maxtext.inference.validation import RequestError
 from maxtext.tokenizers import ByteTokenizer
 

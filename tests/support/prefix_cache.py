@@ -1,7 +1,6 @@
 """A prefix cache with its store."""
 
-from maxtext.inference.engine.block_pool import BlockPool
-from maxtext.inference.engine.prefix_cache import PrefixCache
+from maxtext.inference.engine.prefix_cache import BlockPool, PrefixCache
 
 
 class FakeStore:

@@ -51,15 +51,16 @@ from maxtext.inference.sampling.grammar import GrammarCompiler
 from maxtext.inference.sampling.params import SamplingParams
 from maxtext.inference.sampling.sampler import derive_seed, fold_seed
 from maxtext.inference.sampling.structured_outputs import StructuredOutputs
-from maxtext.inference.text.processing import (
+from maxtext.inference.text.session import (
     NO_TOKENIZER,
+    EngineSession,
+    PreparedRequest,
     are_token_ids,
     check_positions,
     prepare_request,
     sequence_length,
     tokenize,
 )
-from maxtext.inference.text.session import EngineSession, PreparedRequest
 from maxtext.inference.validation import RequestError
 from maxtext.layers.context import BuildContext
 from maxtext.layers.parameters import Template

@@ -8,7 +8,7 @@ import pytest
 from maxtext.inference.requests import GenerationRequest, ReasoningSpan
 from maxtext.inference.sampling.params import SamplingParams
 from maxtext.inference.text.detokenizer import Detokenizer
-from maxtext.inference.text.processing import visible_token_ids
+from maxtext.inference.text.session import visible_token_ids
 from maxtext.tokenizers import ByteTokenizer, open_tokenizer
 from maxtext.tokenizers.boundaries import every_boundary
 from maxtext.tokenizers.token_bytes import text_bytes

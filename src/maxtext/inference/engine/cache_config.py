@@ -10,9 +10,8 @@ from maxtext.common.errors import ConfigError
 from maxtext.common.hardware import host_memory_bytes
 from maxtext.common.log import LOGGER
 from maxtext.configs.types import MaxTextConfig
-from maxtext.inference.engine.block_pool import BlockPool
 from maxtext.inference.engine.executor import Executor
-from maxtext.inference.engine.prefix_cache import PrefixCache
+from maxtext.inference.engine.prefix_cache import BlockPool, PrefixCache
 from maxtext.inference.engine.programs import Programs
 from maxtext.inference.engine.shapes import MAX_PREFILL_TOKENS, ChunkSize
 from maxtext.layers.cache import CacheConfig

@@ -26,7 +26,7 @@ from maxtext.inference.evaluation.loglikelihood import (
 from maxtext.inference.llm import LLM, prompt_seed
 from maxtext.inference.requests import GenerationRequest
 from maxtext.inference.sampling.params import MAX_STOP_LENGTH, MAX_STOP_TEXTS, SamplingParams
-from maxtext.inference.text.processing import NO_TOKENIZER
+from maxtext.inference.text.session import NO_TOKENIZER
 from maxtext.tokenizers import ChatTemplate, chat_template
 
 DEFAULT_MAX_GEN_TOKS = 256  # as of lm-eval's `hf` model

@@ -17,7 +17,7 @@ import numpy as np
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.inference.engine import shapes
 from maxtext.inference.llm import LLM
-from maxtext.inference.text.processing import check_positions
+from maxtext.inference.text.session import check_positions
 
 Progress = Callable[[int, int], None]  # (number of spans that are done, of all)
 

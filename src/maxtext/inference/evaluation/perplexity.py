@@ -23,7 +23,7 @@ from maxtext.inference.evaluation.loglikelihood import (
     compute_loglikelihoods,
 )
 from maxtext.inference.llm import LLM
-from maxtext.inference.text.processing import NO_TOKENIZER
+from maxtext.inference.text.session import NO_TOKENIZER
 from maxtext.input_pipeline.formats import (
     BadRecord,
     Documents,

@@ -21,7 +21,7 @@ from maxtext.inference.evaluation.perplexity import (
 from maxtext.inference.llm import LLM
 from maxtext.inference.requests import GenerationRequest
 from maxtext.inference.sampling.params import SamplingParams
-from maxtext.inference.text.processing import NO_TOKENIZER
+from maxtext.inference.text.session import NO_TOKENIZER
 from maxtext.tokenizers import ChatTemplate
 
 STDLIB = "stdlib"  # the perplexity of sources of Python's standard library

@@ -18,9 +18,8 @@ from maxtext.inference.sampling.logprobs import TokenLogprobs
 from maxtext.inference.server.active_request import ActiveRequest
 from maxtext.inference.server.errors import FINISH_REASONS, SERVER_ERROR, ApiError
 from maxtext.inference.server.events import DONE, encode_event, encode_json
-from maxtext.inference.server.ids import new_id
 from maxtext.inference.server.messages import MessageBuilder
-from maxtext.inference.server.model import ServedModel
+from maxtext.inference.server.model import ServedModel, new_id
 from maxtext.inference.server.request_parser import ApiRequest
 from maxtext.inference.text.detokenizer import REPLACEMENT
 

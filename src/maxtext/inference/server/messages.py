@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from maxtext.inference.server.ids import new_id
+from maxtext.inference.server.model import new_id
 from maxtext.inference.server.tools import ToolOptions
 from maxtext.inference.text.parsers.message_parser import (
     FirstCallParser,

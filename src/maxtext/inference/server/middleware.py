@@ -18,8 +18,8 @@ from maxtext.common.log import LOGGER
 from maxtext.inference.async_engine import AsyncEngine
 from maxtext.inference.server.errors import ApiError
 from maxtext.inference.server.events import Receive, Send, error_response
-from maxtext.inference.server.ids import is_request_id, new_id
 from maxtext.inference.server.metrics import ServerMetrics
+from maxtext.inference.server.model import is_request_id, new_id
 
 AsgiApp = Callable[[Any, Receive, Send], Awaitable[None]]
 # Paths that need no key.

@@ -1,5 +1,7 @@
 """The model behind the server: its names, its engine, and its texts as token ids."""
 
+import random
+import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -164,3 +166,19 @@ def read_sampling_defaults(llm: LLM) -> dict[str, Any]:
                 name: settings[name] for name in SAMPLING_DEFAULTS if settings.get(name) is not None
             }
     return {}
+
+
+# Seeded by the system once: reading its randomness for each id would release the interpreter, which
+# is then the engine's for a while.
+GENERATOR = random.Random()
+REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+
+
+def new_id() -> str:
+    """32 random hexadecimal digits. They identify, and protect nothing."""
+    return f"{GENERATOR.getrandbits(128):032x}"
+
+
+def is_request_id(text: str) -> bool:
+    """Whether a client may name its request so."""
+    return REQUEST_ID.fullmatch(text) is not None

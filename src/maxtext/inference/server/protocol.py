@@ -30,7 +30,7 @@ from maxtext.inference.server.fields import (
     marked_fields,
     request_error,
 )
-from maxtext.inference.server.ids import is_request_id
+from maxtext.inference.server.model import is_request_id
 from maxtext.inference.server.tools import (
     ToolOptions,
     parse_function_choice,

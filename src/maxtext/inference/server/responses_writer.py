@@ -9,8 +9,7 @@ from maxtext.inference.requests import Completion
 from maxtext.inference.server.active_request import ActiveRequest
 from maxtext.inference.server.completions_writer import Json, finish
 from maxtext.inference.server.events import encode_json
-from maxtext.inference.server.ids import new_id
-from maxtext.inference.server.model import ServedModel
+from maxtext.inference.server.model import ServedModel, new_id
 from maxtext.inference.server.request_parser import ApiRequest
 from maxtext.inference.text.parsers.message_parser import MessageDelta
 

@@ -29,7 +29,7 @@ from maxtext.inference.llm import MAX_SLOTS
 from maxtext.inference.loading import find_eos_ids
 from maxtext.inference.requests import GenerationRequest
 from maxtext.inference.sampling.sampler import derive_seed
-from maxtext.inference.text.processing import OutputProcessor
+from maxtext.inference.text.session import OutputProcessor
 from maxtext.input_pipeline import Batch
 from maxtext.input_pipeline.packing import pad_row
 from maxtext.input_pipeline.sequences import masked_sequence
