@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from maxtext.input_pipeline import ShardSpec, Split
-from maxtext.input_pipeline.mixture import documents_read
+from maxtext.input_pipeline.pipeline import documents_read
 from tests.support.batches import make_iterator
 
 SMALL, LARGE = 8, 40

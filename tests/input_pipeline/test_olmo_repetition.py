@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from maxtext.input_pipeline.repetition import is_repetitive
+from maxtext.input_pipeline.olmo import is_repetitive
 
 
 def copies_in_a_row(tokens: list[int], start: int, size: int) -> int:

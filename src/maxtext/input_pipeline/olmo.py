@@ -22,7 +22,6 @@ from maxtext.input_pipeline.olmo_index import Index, read_index, remap_paths, to
 from maxtext.input_pipeline.order import epoch_order
 from maxtext.input_pipeline.packing import to_batches
 from maxtext.input_pipeline.pipeline import STREAM_DOCUMENTS, shuffle_seed
-from maxtext.input_pipeline.repetition import is_repetitive
 from maxtext.input_pipeline.row_formats import RowFormat
 
 
@@ -154,3 +153,19 @@ class ToRow:
             "targets_position": self.target_positions,
             "targets_segmentation": self.no_targets if masked else self.target_segment,
         }
+
+
+PERIODS = range(1, 14)
+TOO_MANY_TIMES = 32
+
+
+def is_repetitive(tokens: np.ndarray) -> bool:
+    """`tokens` [n] of any integer type."""
+    return any(repeats(tokens, period) for period in PERIODS)
+
+
+def repeats(tokens: np.ndarray, period: int) -> bool:
+    """Whether some n-gram of `period` tokens occurs TOO_MANY_TIMES in succession."""
+    equal = tokens[period:] == tokens[:-period]
+    # A run of true values is a substring of their bytes, and bytes have the fastest search.
+    return b"\1" * ((TOO_MANY_TIMES - 1) * period) in equal.tobytes()

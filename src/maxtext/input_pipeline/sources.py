@@ -10,8 +10,14 @@ from collections.abc import Callable
 from typing import Any
 
 from maxtext.configs.types import MaxTextConfig
-from maxtext.input_pipeline.interface import BatchIterator, DataSource, ShardSpec, Split
-from maxtext.input_pipeline.reuse_batch import ReusedBatch
+from maxtext.input_pipeline.interface import (
+    Batch,
+    BatchIterator,
+    DataSource,
+    ShardSpec,
+    Split,
+    State,
+)
 from maxtext.input_pipeline.row_formats import RowFormat
 
 # dataset_type -> module:function of its DataSource
@@ -63,3 +69,30 @@ def source_of(config: MaxTextConfig, split: Split, row_format: RowFormat) -> tup
         source = row_format.train_source
     module, _, function = source.partition(":")
     return importlib.import_module(module), function
+
+
+class ReusedBatch(BatchIterator):
+    def __init__(self, iterator: BatchIterator):
+        self.iterator = iterator
+        self.state = iterator.get_state()
+        self.batch: Batch | None = None
+
+    def __next__(self) -> Batch:
+        if self.batch is None:
+            self.batch = next(self.iterator)
+        # The fields are shared, the dict is not: a consumer may add to it.
+        return dict(self.batch)
+
+    def get_state(self) -> State:
+        return self.state
+
+    def set_state(self, state: State) -> None:
+        self.iterator.set_state(state)
+        self.state, self.batch = state, None
+
+    def reset(self) -> None:
+        self.iterator.reset()
+        self.state, self.batch = self.iterator.get_state(), None
+
+    def close(self) -> None:
+        self.iterator.close()

@@ -9,16 +9,38 @@ chooses; otherwise tokenizer.json comes first.
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from maxtext.common import hub
 from maxtext.common.errors import ConfigError
 from maxtext.common.files import local_path
 from maxtext.common.hub import is_hub_name
 from maxtext.configs.types import MaxTextConfig
-from maxtext.tokenizers import hub
 from maxtext.tokenizers.byte import BYTES, ByteTokenizer
 from maxtext.tokenizers.hugging_face import HuggingFaceTokenizer
 from maxtext.tokenizers.interface import Tokenizer
 from maxtext.tokenizers.sentence_piece import SentencePieceTokenizer
 from maxtext.tokenizers.tiktoken_file import TiktokenTokenizer, is_rank_file
+
+FILES = [
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    f"{hub.CHAT_TEMPLATES_DIR}/*.jinja",
+    "tokenizer.model",
+    "spiece.model",
+    "tiktoken.model",
+    "*.tiktoken",
+]
+
+
+def download_tokenizer(name: str, access_token: str | None) -> Path:
+    """The folder with the tokenizer's files of a repository. Raises ConfigError if they are neither
+    in the cache nor can be downloaded.
+    """
+    prefix = f"tokenizer_path={name} is neither a local file nor a folder, and "
+    return hub.download(name, FILES, access_token, prefix)
+
 
 KINDS: dict[str, Callable[[Path], Tokenizer]] = {
     "huggingface": HuggingFaceTokenizer,
@@ -74,7 +96,7 @@ def open_tokenizer(
                 f"tokenizer_path={path} does not exist: "
                 "name a file, a folder, org/name of the hub, or byte"
             )
-        location = hub.download(path, access_token)
+        location = download_tokenizer(path, access_token)
     files = files_by_kind(tokenizer_files(location.iterdir()) if location.is_dir() else [location])
     if not files:
         raise ConfigError(

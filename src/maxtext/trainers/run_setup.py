@@ -5,9 +5,11 @@ The state is restored in the background while the step compiles.
 """
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
 
 from maxtext.checkpoint.open import Checkpoint
 from maxtext.common import progress
@@ -15,17 +17,79 @@ from maxtext.common.files import write_text
 from maxtext.common.log import LOGGER
 from maxtext.configs import serialize
 from maxtext.configs.derive import run_folder
+from maxtext.configs.provenance import Source
 from maxtext.configs.types import MaxTextConfig
 from maxtext.input_pipeline import DataStreams
+from maxtext.optimizers import build_optimizer
 from maxtext.trainers.batch_size import batch_size_at
 from maxtext.trainers.checkpointing.init_state import with_reference
 from maxtext.trainers.checkpointing.restore import Start, find_start, frozen_checksum
 from maxtext.trainers.compilation.step_cache import StepCache
-from maxtext.trainers.data_loader import TrainDataLoader, open_eval_streams
-from maxtext.trainers.epochs import has_open_end, with_steps_of_epochs
+from maxtext.trainers.data_loader import TrainDataLoader, open_eval_streams, open_train_streams
 from maxtext.trainers.memory.usage import FreeMemory, check_state, compile_and_check
 from maxtext.trainers.run_context import RunContext
 from maxtext.trainers.step import TrainState
+from maxtext.trainers.trainable import select
+
+# Rows of an epoch up to which every epoch is read. They are packed in another order each, so their
+# numbers of rows may differ; of more rows, the first epoch is taken for all.
+MAX_ROWS_READ = 10_000
+
+
+def has_open_end(context: RunContext) -> bool:
+    """Whether a run of fine-tuning has as many steps as its data gives."""
+    config = context.config
+    is_endless = config.dataset_type.value == "synthetic" or config.reuse_example_batch
+    return (
+        config.source("steps").kind == "default" and context.row_format.has_masks and not is_endless
+    )
+
+
+def with_steps_of_epochs(context: RunContext) -> RunContext:
+    """The run with `steps` set to the number of batches in num_epoch epochs of its data."""
+    with progress.working("counting the steps of the data"):
+        steps = count_steps(context)
+    config = context.config
+    LOGGER.info("num_epoch=%d of the data is %d steps", config.num_epoch, steps)
+    bounded = config.model_copy(update={"steps": steps})
+    bounded._sources = config._sources | {"steps": Source("derived", "num_epoch")}
+    optimizer = build_optimizer(bounded, select(context.template.axes, context.trained))
+    return replace(context.with_config(bounded), optimizer=optimizer)
+
+
+def count_steps(context: RunContext) -> int:
+    config = context.config
+    rows, steps = count_batches(context, epochs=1)
+    if config.num_epoch > 1 and rows <= MAX_ROWS_READ:
+        _, steps = count_batches(context, config.num_epoch)
+    elif config.num_epoch > 1:
+        steps = steps_of_rows(config, rows * config.num_epoch)
+    if jax.process_count() > 1:
+        steps = int(multihost_utils.process_allgather(np.array(steps)).min())
+    return min(steps, config.steps)
+
+
+def count_batches(context: RunContext, epochs: int) -> tuple[int, int]:
+    """The rows and the batches of the first epochs, at most `steps` batches."""
+    config = context.config.model_copy(update={"num_epoch": epochs})
+    streams = open_train_streams(context.with_config(config))
+    rows = steps = 0
+    try:
+        while steps < config.steps and next(streams, None) is not None:
+            rows += batch_size_at(config, steps)
+            steps += 1
+    finally:
+        streams.close()
+    return rows, steps
+
+
+def steps_of_rows(config: MaxTextConfig, rows: int) -> int:
+    """The number of full batches."""
+    steps = 0
+    while rows >= batch_size_at(config, steps):
+        rows -= batch_size_at(config, steps)
+        steps += 1
+    return steps
 
 
 @dataclass(frozen=True)
