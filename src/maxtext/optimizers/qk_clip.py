@@ -5,12 +5,10 @@ Shapes: R rank of the latent, H heads, N head size without RoPE, P with RoPE, V 
 layers.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
-Tree = dict[str, Any]
+from maxtext.common.types import Tree
 
 
 def clip_mla(
