@@ -68,6 +68,31 @@ def test_many_logprobs_are_written_in_a_thread(llm, few_programs, monkeypatch):
     assert "maxtext-http" not in in_threads
 
 
+def test_many_logprobs_are_not_written_for_a_client_that_left(llm, few_programs, monkeypatch):
+    """Nor by a server that ends: only the choice in progress is finished."""
+    monkeypatch.setattr(completions_writer, "MAX_SHORT_LOGPROBS", 1)
+    has_left, has_ended, started = threading.Event(), threading.Event(), []
+
+    def record(formatter, logprobs):
+        started.append(formatter.index)
+        assert has_left.wait(60)
+        return []
+
+    monkeypatch.setattr(completions_writer.ChoiceFormatter, "prompt_records", record)
+    body = {"prompt": "w5 w6", "n": 8, "max_tokens": 1, "prompt_logprobs": 1}
+    with run_server(llm) as (_, url):
+        has_left.set()
+        httpx.post(f"{url}/v1/completions", json=body, timeout=60)  # compiles
+        started.clear()
+        has_left.clear()
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{url}/v1/completions", json=body, timeout=2)
+        has_ended.wait(0.5)
+        has_left.set()
+        has_ended.wait(0.3)
+    assert started == [0]
+
+
 @pytest.mark.parametrize("path", PATHS)
 def test_long_texts_delay_no_short_request(llm, few_programs, monkeypatch, path):
     """More of them than the threads of asyncio's pool, and one more than their queue takes."""

@@ -320,24 +320,31 @@ class CompletionsWriter:
         has_logprobs = (self.request.logprobs, self.request.prompt_logprobs) != (None, None)
         num_tokens = self.usage.completion_tokens
         num_tokens += self.usage.prompt_tokens * self.request.num_choices
-        if has_logprobs and num_tokens > MAX_SHORT_LOGPROBS:
-            return await asyncio.to_thread(self.encode_whole, completions)
-        return self.encode_whole(completions)
-
-    def encode_whole(self, completions: dict[int, Completion]) -> bytes:
-        """One choice at a time: the encoder does not let other threads run."""
+        is_long = has_logprobs and num_tokens > MAX_SHORT_LOGPROBS
         choices = []
         extras: Json = {}  # of a chat, which has one prompt
-        for index, formatter in enumerate(self.formatters):
-            first = completions[index - index % self.request.num_choices]
-            choice = formatter.choice(completions[index], first.prompt_logprobs)
-            if self.request.prompt_logprobs is not None:
-                records = {"prompt_logprobs": formatter.prompt_records(first.prompt_logprobs)}
-                (extras if self.request.is_chat else choice).update(records)
-            choices.append(encode_json(choice))
+        # One choice at a time: the encoder lets no other thread run, and a thread cannot be
+        # cancelled.
+        for index in range(len(self.formatters)):
+            arguments = (index, completions, extras)
+            choices.append(
+                await asyncio.to_thread(self.encode_choice, *arguments)
+                if is_long
+                else self.encode_choice(*arguments)
+            )
         head = encode_json(self.head)[:-1] + b',"choices":['
         last = encode_json({"usage": self.usage.to_json(), **extras})[1:]
         return b"".join([head, b",".join(choices), b"],", last])
+
+    def encode_choice(self, index: int, completions: dict[int, Completion], extras: Json) -> bytes:
+        """A choice of the whole response. Adds the fields beside the choices to `extras`."""
+        formatter = self.formatters[index]
+        first = completions[index - index % self.request.num_choices]
+        choice = formatter.choice(completions[index], first.prompt_logprobs)
+        if self.request.prompt_logprobs is not None:
+            records = {"prompt_logprobs": formatter.prompt_records(first.prompt_logprobs)}
+            (extras if self.request.is_chat else choice).update(records)
+        return encode_json(choice)
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The response as server-sent events, one write for what a step of the engine adds."""
