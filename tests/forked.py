@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[1]
 # What `maxtext train` and models import when they run. None of it asks JAX for devices.
 for module in (
     "maxtext.cli.main", "maxtext.cli.train", "maxtext.trainers.train", "maxtext.inference.llm",
-    "maxtext.trainers.sample", "maxtext.checkpoint.open", "grain", "matplotlib.figure",
+    "maxtext.trainers.banner", "maxtext.checkpoint.open", "grain", "matplotlib.figure",
 ):  # fmt: skip
     importlib.import_module(module)
 

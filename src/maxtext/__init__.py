@@ -2,7 +2,7 @@
 
 import sys
 
-from maxtext.cli.aliases import AliasFinder
+from maxtext.cli.entry import AliasFinder
 
 sys.meta_path.append(AliasFinder())
 TYPE_CHECKING = False  # type checkers assume True; importing typing itself would be slow

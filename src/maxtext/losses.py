@@ -1,11 +1,10 @@
 """The losses of post-training, as pure functions: `from maxtext import losses`."""
 
 from maxtext.trainers.losses.advantages import advantages, degenerate_groups
+from maxtext.trainers.losses.common import entropies, logps, sft
 from maxtext.trainers.losses.distill import anneal, distill, divergence
 from maxtext.trainers.losses.grpo import grpo, sampler_weights
-from maxtext.trainers.losses.logps import entropies, logps
 from maxtext.trainers.losses.preference import dpo, orpo
-from maxtext.trainers.losses.sft import sft
 
 __all__ = [
     "advantages",

@@ -23,21 +23,23 @@ from maxtext.checkpoint.tensors import TensorInfo
 from maxtext.checkpoint.weights import find_param_infos, load_weights
 from maxtext.common.trees import flatten_dict
 from maxtext.configs.derive import Devices
-from maxtext.hf.rules import Rule
+from maxtext.hf.rules import TensorRule
 from maxtext.models.configuration import load
 from maxtext.models.registry import segments
 from maxtext.models.transformer import make_template
 
 LAYER = "model.layers.{i}."
 RULES = [
-    Rule("model.embed_tokens.weight", "embedder/embedding", "v e -> v e"),
-    Rule("model.norm.weight", "final_norm/scale", "e -> e"),
-    Rule("lm_head.weight", "head/weight", "v e -> e v"),
-    Rule(f"{LAYER}input_layernorm.weight", "layers/{i}/attention_norm/scale", "e -> e"),
-    Rule(f"{LAYER}post_attention_layernorm.weight", "layers/{i}/mlp_norm/scale", "e -> e"),
-    Rule(f"{LAYER}self_attn.o_proj.weight", "layers/{i}/attention/out/weight", "e (h d) -> h d e"),
+    TensorRule("model.embed_tokens.weight", "embedder/embedding", "v e -> v e"),
+    TensorRule("model.norm.weight", "final_norm/scale", "e -> e"),
+    TensorRule("lm_head.weight", "head/weight", "v e -> e v"),
+    TensorRule(f"{LAYER}input_layernorm.weight", "layers/{i}/attention_norm/scale", "e -> e"),
+    TensorRule(f"{LAYER}post_attention_layernorm.weight", "layers/{i}/mlp_norm/scale", "e -> e"),
+    TensorRule(
+        f"{LAYER}self_attn.o_proj.weight", "layers/{i}/attention/out/weight", "e (h d) -> h d e"
+    ),
     *(
-        Rule(
+        TensorRule(
             f"{LAYER}self_attn.{hf_name}_proj.weight",
             f"layers/{{i}}/attention/{native_name}/weight",
             "(h d) e -> e h d",
@@ -45,7 +47,7 @@ RULES = [
         for hf_name, native_name in (("q", "query"), ("k", "key"), ("v", "value"))
     ),
     *(
-        Rule(
+        TensorRule(
             f"{LAYER}mlp.{hf_name}_proj.weight",
             f"layers/{{i}}/mlp/{native_name}/weight",
             "o n -> n o",

@@ -6,8 +6,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from maxtext.checkpoint import former_names
-from maxtext.checkpoint.former_names import current_name, match_names
+from maxtext.checkpoint import state
 from maxtext.checkpoint.local_checkpoints import LocalCheckpointManager
 from maxtext.checkpoint.manager import StorageOptions
 from maxtext.checkpoint.open import under_current_names
@@ -15,6 +14,7 @@ from maxtext.checkpoint.quantized import QuantizedFolder
 from maxtext.checkpoint.safetensors_reader import NATIVE_STEM, SafetensorsFolder
 from maxtext.checkpoint.safetensors_writer import write_native_folder
 from maxtext.checkpoint.saved_step import SavedStep
+from maxtext.checkpoint.state import current_name, match_names
 from maxtext.checkpoint.tensors import TensorInfo
 
 FORMER = {"mlp": {"kernel": np.arange(6.0).reshape(2, 3)}, "norm": {"scale": np.ones(3)}}
@@ -23,7 +23,7 @@ FORMER = {"mlp": {"kernel": np.arange(6.0).reshape(2, 3)}, "norm": {"scale": np.
 @pytest.fixture(autouse=True)
 def renamed_component(monkeypatch):
     """A rename of its own, so that these tests hold whatever the table says."""
-    monkeypatch.setattr(former_names, "RENAMED_COMPONENTS", {"kernel": "weight"})
+    monkeypatch.setattr(state, "RENAMED_COMPONENTS", {"kernel": "weight"})
 
 
 class Arrays:

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from maxtext.checkpoint.integrity import (
+from maxtext.checkpoint.steps import (
     digest_file,
     files_without_digest,
     read_digests,

@@ -21,8 +21,8 @@ from transformers.modeling_layers import MtpLayer
 
 from maxtext import LLM
 from maxtext.checkpoint.convert.command import from_folder, to_folder
-from maxtext.checkpoint.convert.dequantize import Dequantized
 from maxtext.checkpoint.open import open_checkpoint
+from maxtext.checkpoint.quantized import Dequantized
 from maxtext.checkpoint.tensors import TensorInfo
 from maxtext.common.errors import UserError
 from maxtext.common.log import LOGGER

@@ -22,7 +22,7 @@ from maxtext.checkpoint.convert import (
 )
 from maxtext.checkpoint.weights import ModelWeights, ParamInfo, load_weights
 from maxtext.common.errors import UserError
-from maxtext.hf.rules import Rule
+from maxtext.hf.rules import TensorRule
 
 
 class Values:
@@ -171,7 +171,7 @@ def test_each_problem(llama, hf_folder):
 
 
 def test_tensors_of_one_rule_have_one_dtype():
-    rule = Rule(("a", "b"), "o", "w -> w", join="w")
+    rule = TensorRule(("a", "b"), "o", "w -> w", join="w")
     source = Values(a=numbers(2), b=numbers(2, dtype=np.float16))
     with pytest.raises(UserError, match="a and b are one weight and have dtypes F16 and F32"):
         from_hf(source, [rule], make_param_infos(o=(4,)))
@@ -180,9 +180,9 @@ def test_tensors_of_one_rule_have_one_dtype():
     assert made.tensors == {"o": TensorInfo(np.dtype(np.float32), (4,))}
 
 
-EACH = Rule("experts.{x}", "w", "x m e -> x e m")
-PACKED = Rule("packed", "w", "x e m -> x e m")
-TURNED = Rule("packed", "w", "x m e -> x e m")
+EACH = TensorRule("experts.{x}", "w", "x m e -> x e m")
+PACKED = TensorRule("packed", "w", "x e m -> x e m")
+TURNED = TensorRule("packed", "w", "x m e -> x e m")
 
 
 def test_the_first_rule_that_finds_its_tensors():
@@ -226,9 +226,9 @@ def test_which_form_is_written():
 def test_two_weights_in_one_tensor():
     """A head may be read from the embedding that it is tied to, but not both be written there."""
     rules = [
-        Rule("e", "embedding", "v e -> v e"),
-        Rule("h", "head", "v e -> e v"),
-        Rule("e", "head", "v e -> e v"),
+        TensorRule("e", "embedding", "v e -> v e"),
+        TensorRule("h", "head", "v e -> e v"),
+        TensorRule("e", "head", "v e -> e v"),
     ]
     param_infos = make_param_infos(embedding=(3, 2), head=(2, 3))
     made = dict(from_hf(Values(e=numbers(3, 2)), rules, param_infos))
@@ -241,7 +241,7 @@ def test_two_weights_in_one_tensor():
 
 
 def test_our_side_is_checked_as_well():
-    rule = Rule("t", "a", "x -> x")
+    rule = TensorRule("t", "a", "x -> x")
     with pytest.raises(
         UserError, match=r"\(2 problems\): a is missing; b is not a weight of this model"
     ):
@@ -253,7 +253,7 @@ def test_our_side_is_checked_as_well():
 def test_weights_are_cast():
     made = to_hf(
         Values(a=np.array([1 / 3, 2])),
-        [Rule("t", "a", "x -> x")],
+        [TensorRule("t", "a", "x -> x")],
         make_param_infos(a=(2,)),
         dtype=np.dtype(ml_dtypes.bfloat16),
     )
@@ -265,7 +265,7 @@ def test_weights_are_cast():
 @pytest.mark.parametrize("dtype", [np.int32, ml_dtypes.float8_e4m3fn])
 def test_only_floats_are_weights(dtype):
     rules, param_infos, array = (
-        [Rule("t", "a", "x -> x")],
+        [TensorRule("t", "a", "x -> x")],
         make_param_infos(a=(2,)),
         np.array([1, 2], dtype),
     )
@@ -310,7 +310,7 @@ def test_memory_holds_one_rule(tmp_path):
     """Three layers of 8 experts: a layer's weight is 4 MiB, a tensor of theirs 512 KiB. What was
     handed over goes.
     """
-    rule = Rule("l.{i}.experts.{x}", "layers/{i}/w", "x m e -> x e m")
+    rule = TensorRule("l.{i}.experts.{x}", "layers/{i}/w", "x m e -> x e m")
     param_infos = {
         f"layers/{i}/w": ParamInfo(("w",), i, 0, (8, 256, 512), np.dtype(np.float32))
         for i in range(3)

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from maxtext.checkpoint.integrity import files_without_digest, verify
 from maxtext.checkpoint.saved_step import SavedStep
+from maxtext.checkpoint.steps import files_without_digest, verify
 
 SCRIPT = Path(__file__).parent / "two_processes.py"
 

@@ -12,7 +12,7 @@ import sys
 import numpy as np
 import pytest
 
-from maxtext.cli.batch_segments import visible
+from maxtext.cli.batch_files import visible
 from maxtext.cli.data import fewest_devices, load_config
 from maxtext.cli.main import main
 from tests.support.batches import make_train_iterator

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from maxtext.common.load_balance import LoadBalancedOrder
+from maxtext.kernels.attention_options import LoadBalancedOrder
 
 
 def test_dual_chunk_swap():

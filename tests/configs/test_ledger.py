@@ -11,7 +11,7 @@ from maxtext.common.errors import ConfigError
 from maxtext.configs import base_file, ledger, rules, sources
 from maxtext.configs.derive import Devices
 from maxtext.configs.load import base_values
-from maxtext.configs.rules.declared import need_of
+from maxtext.configs.rules.rule import need_of
 from maxtext.configs.types import DerivedValues, MaxTextConfig, Settings, declaration
 from maxtext.configs.types.key import Need
 from maxtext.models.configuration import load
@@ -72,7 +72,8 @@ def read_outside() -> set[str]:
 
 
 def derivation_inputs() -> set[str]:
-    from maxtext.configs import derive, remat, startup
+    from maxtext.configs import derive, startup
+    from maxtext.configs.types import remat
 
     found = reads(Path(derive.__file__)) | reads(Path(startup.__file__))
     found |= set(remat.CUSTOM_TENSORS)

@@ -11,8 +11,7 @@ import pytest
 import maxtext
 from maxtext.common.errors import ConfigError
 from maxtext.configs.derive import Devices
-from maxtext.configs.other_spellings import flatten
-from maxtext.configs.sources import HERE, find_file, from_overrides, from_python
+from maxtext.configs.sources import HERE, find_file, flatten, from_overrides, from_python
 from maxtext.models.configuration import load
 
 SFT = """

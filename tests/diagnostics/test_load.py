@@ -21,8 +21,7 @@ from maxtext.diagnostics.load.generator import (
     arrival_times,
     request_bodies,
 )
-from maxtext.diagnostics.load.plot import load_figure, tokens_by_time
-from maxtext.diagnostics.load.report import sentences, summarize, table
+from maxtext.diagnostics.load.report import load_figure, sentences, summarize, table, tokens_by_time
 from tests.diagnostics.stub_server import chunk, event, run_stub
 
 

@@ -17,11 +17,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from maxtext.common.errors import ConfigError, MissingExtra
-from maxtext.diagnostics.jsonl import JsonLines
+from maxtext.diagnostics.jsonl import JsonLines, read_metrics, write_summary
 from maxtext.diagnostics.metrics import Recorder, make_writers, to_record
-from maxtext.diagnostics.prometheus import Prometheus
-from maxtext.diagnostics.summary import read_metrics, write_summary
-from maxtext.diagnostics.tensorboard import EventFile
+from maxtext.diagnostics.tensorboard import EventFile, Prometheus
 
 NAN, INFINITY = float("nan"), float("inf")
 

@@ -10,9 +10,8 @@ import pytest
 from maxtext.common.errors import ConfigError
 from maxtext.configs.types import ProfilerType
 from maxtext.diagnostics import profiler as module
-from maxtext.diagnostics.profiler import Profiler
+from maxtext.diagnostics.profiler import Profiler, stack_traces
 from maxtext.diagnostics.record import TIMING
-from maxtext.diagnostics.stack_trace import stack_traces
 
 
 class FakeTool:

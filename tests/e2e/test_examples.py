@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from maxtext.cli.main import main
-from maxtext.trainers import outcome
+from maxtext.trainers import banner
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SMALL = ("--steps", "2", "--base-steps", "2", "--rows", "64", "--heldout", "2")
@@ -31,7 +31,7 @@ def run_example(folder, monkeypatch):
     """(a name) -> run the script in this process, with its `maxtext` commands, so that JAX is
     imported once."""
     monkeypatch.syspath_prepend(EXAMPLES)
-    monkeypatch.setattr(outcome, "save_loss_png", lambda *_, **__: None)
+    monkeypatch.setattr(banner, "save_loss_png", lambda *_, **__: None)
     modules = [importlib.import_module(name) for name in ("sorting", "report", "dpo")]
 
     def run_command(command, keys):

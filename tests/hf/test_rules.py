@@ -9,8 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from maxtext.hf.bound_rule import copy_bits
-from maxtext.hf.rules import Rule
+from maxtext.hf.rules import TensorRule, copy_bits
 
 E, H, K, G, D, M, X = 6, 4, 2, 2, 3, 5, 3
 
@@ -36,7 +35,7 @@ def check(rule, native, hf, layer=None):
 
 def test_projection():
     native = numbers(E, H, D)
-    rule = Rule(
+    rule = TensorRule(
         "model.layers.{i}.q_proj.weight", "layers/{i}/attention/query/weight", "(h d) e -> e h d"
     )
     hf = native.reshape(E, H * D).T
@@ -51,7 +50,7 @@ def test_projection():
 def test_same_layout_and_words_as_axes():
     native = numbers(E, M)
     check(
-        Rule("wte", "embedder/embedding", "vocabulary embed -> vocabulary embed"),
+        TensorRule("wte", "embedder/embedding", "vocabulary embed -> vocabulary embed"),
         {"embedder/embedding": native},
         {"wte": native},
     )
@@ -60,18 +59,18 @@ def test_same_layout_and_words_as_axes():
 def test_a_dimension_of_one():
     taps = numbers(4, K, G)  # native [t, k, w]; hf is a torch Conv1d [(k w), 1, t]
     check(
-        Rule("conv", "c", "(k w) 1 t -> t k w"),
+        TensorRule("conv", "c", "(k w) 1 t -> t k w"),
         {"c": taps},
         {"conv": taps.reshape(4, K * G).T[:, None, :]},
     )
-    check(Rule("scale", "s", "1 -> "), {"s": np.array(3)}, {"scale": np.array([3])})
+    check(TensorRule("scale", "s", "1 -> "), {"s": np.array(3)}, {"scale": np.array([3])})
 
 
 def test_one_tensor_an_expert():
     native = numbers(X, E, M)
     hf = {f"l.{i}.experts.{x}.w1": native[x].T for x in range(X) for i in [4]}
     check(
-        Rule("l.{i}.experts.{x}.w1", "layers/{i}/wi", "x m e -> x e m"),
+        TensorRule("l.{i}.experts.{x}.w1", "layers/{i}/wi", "x m e -> x e m"),
         {"layers/4/wi": native},
         hf,
         layer=4,
@@ -79,7 +78,7 @@ def test_one_tensor_an_expert():
 
 
 def test_one_number_an_expert():
-    check(Rule("experts.{x}.scale", "scale", "x -> x"), {"scale": numbers(X)}, {
+    check(TensorRule("experts.{x}.scale", "scale", "x -> x"), {"scale": numbers(X)}, {
         "experts.0.scale": np.array(0), "experts.1.scale": np.array(1),
         "experts.2.scale": np.array(2)
     })  # fmt: skip
@@ -89,13 +88,13 @@ def test_one_tensor_dealt_out():
     gate, up = numbers(X, E, M), numbers(X, E, M, start=1000)
     hf = np.stack([gate, up], axis=-1).reshape(X, E, 2 * M)  # gate and up alternate, as in gpt-oss
     check(
-        Rule("gate_up", "l/wi_{b}/weight", "x e (m b) -> b x e m"),
+        TensorRule("gate_up", "l/wi_{b}/weight", "x e (m b) -> b x e m"),
         {"l/wi_0/weight": gate, "l/wi_1/weight": up},
         {"gate_up": hf},
     )
     hf = np.concatenate([gate, up], axis=-1)  # all of gate, then all of up
     check(
-        Rule("gate_up", "l/wi_{b}/weight", "x e (b m) -> b x e m"),
+        TensorRule("gate_up", "l/wi_{b}/weight", "x e (b m) -> b x e m"),
         {"l/wi_0/weight": gate, "l/wi_1/weight": up},
         {"gate_up": hf},
     )
@@ -104,10 +103,14 @@ def test_one_tensor_dealt_out():
 def test_both_sides_counted():
     gate, up = numbers(X, E, M), numbers(X, E, M, start=1000)
     hf = {f"e.{x}.gate_up": np.concatenate([gate[x], up[x]], axis=1).T for x in range(X)}
-    check(Rule("e.{x}.gate_up", "wi_{b}", "x (b m) e -> b x e m"), {"wi_0": gate, "wi_1": up}, hf)
+    check(
+        TensorRule("e.{x}.gate_up", "wi_{b}", "x (b m) e -> b x e m"),
+        {"wi_0": gate, "wi_1": up},
+        hf,
+    )
     native = {f"o/{x}": numbers(E, M, start=100 * x) for x in range(X)}
     hf = {f"t.{x}": native[f"o/{x}"].T for x in range(X)}
-    check(Rule("t.{x}", "o/{x}", "x m e -> x e m"), native, hf)
+    check(TensorRule("t.{x}", "o/{x}", "x m e -> x e m"), native, hf)
 
 
 def test_joined_within_each_head():
@@ -115,7 +118,7 @@ def test_joined_within_each_head():
     q, k, v = numbers(E, K, 3), numbers(E, K, 3, start=1000), numbers(E, K, 4, start=2000)
     hf = np.concatenate([q, k, v], axis=2).reshape(E, K * 10).T
     check(
-        Rule("qkv", ("q", "k", "v"), "(k w) e -> e k w", join="w"),
+        TensorRule("qkv", ("q", "k", "v"), "(k w) e -> e k w", join="w"),
         {"q": q, "k": k, "v": v},
         {"qkv": hf},
     )
@@ -125,12 +128,12 @@ def test_joined_flat():
     q, k, v = numbers(E, 4, D), numbers(E, 2, D, start=1000), numbers(E, 2, 2 * D, start=2000)
     hf = np.concatenate([one.reshape(E, -1).T for one in (q, k, v)], axis=0)
     check(
-        Rule("qkv", ("q", "k", "v"), "(k w) e -> e k w", join=0),
+        TensorRule("qkv", ("q", "k", "v"), "(k w) e -> e k w", join=0),
         {"q": q, "k": k, "v": v},
         {"qkv": hf},
     )
     check(
-        Rule("qkv", ("q", "k", "v"), "e (k w) -> e k w", join=1),
+        TensorRule("qkv", ("q", "k", "v"), "e (k w) -> e k w", join=1),
         {"q": q, "k": k, "v": v},
         {"qkv": hf.T},
     )
@@ -139,7 +142,9 @@ def test_joined_flat():
 def test_joined_flat_one_tensor_an_expert():
     gate, up = numbers(X, E, M), numbers(X, E, 2 * M, start=1000)
     hf = {f"e.{x}": np.concatenate([gate[x].T, up[x].T], axis=0) for x in range(X)}
-    check(Rule("e.{x}", ("gate", "up"), "x m e -> x e m", join=0), {"gate": gate, "up": up}, hf)
+    check(
+        TensorRule("e.{x}", ("gate", "up"), "x m e -> x e m", join=0), {"gate": gate, "up": up}, hf
+    )
 
 
 def test_joined_on_the_native_side():
@@ -149,21 +154,21 @@ def test_joined_on_the_native_side():
         [q.T.reshape(E, K, G, D), k.T.reshape(E, K, 1, D), v.T.reshape(E, K, 1, D)], axis=2
     )  # fmt: skip
     for sizes in ((G, 1, 1), (None, 1, 1)):
-        rule = Rule(("q", "k", "v"), "qkv", "(k w d) e -> e k w d", join="w", sizes=sizes)
+        rule = TensorRule(("q", "k", "v"), "qkv", "(k w d) e -> e k w d", join="w", sizes=sizes)
         check(rule, {"qkv": native}, {"q": q, "k": k, "v": v})
     each = ("(k w d) e -> e k w d", "(k w d) e -> e k w d", "e (k w d) -> e k w d")
-    rule = Rule(("q", "k", "v"), "qkv", each, join="w", sizes=(G, 1, 1))
+    rule = TensorRule(("q", "k", "v"), "qkv", each, join="w", sizes=(G, 1, 1))
     check(rule, {"qkv": native}, {"q": q, "k": k, "v": v.T})
 
 
 def test_joined_on_the_native_side_in_equal_parts():
     gate, up = numbers(M, E), numbers(M, E, start=1000)
-    rule = Rule(("gate", "up"), "wi", "(b m) e -> e b m", join="b")
+    rule = TensorRule(("gate", "up"), "wi", "(b m) e -> e b m", join="b")
     check(rule, {"wi": np.stack([gate.T, up.T], axis=1)}, {"gate": gate, "up": up})
 
 
 def test_a_rule_passes_over_what_a_model_lacks():
-    rule = Rule("l.{i}.w", "layers/{i}/w", "a b -> b a")
+    rule = TensorRule("l.{i}.w", "layers/{i}/w", "a b -> b a")
     shapes = {
         "layers/0/w": (2, 3),
         "layers/2/w": (2, 3),
@@ -175,9 +180,9 @@ def test_a_rule_passes_over_what_a_model_lacks():
     assert rule.bind(shapes, 1) is None
     assert rule.bind(shapes, 3) is None  # as many axes as the pattern's are needed
     assert rule.bind(shapes, 10).hf_names == ("l.10.w",)
-    assert Rule("w", ("x", "y"), "a -> a", join=0).bind(shapes) is None
-    assert Rule("w", "y", "a -> a").layers(shapes) == [None]
-    assert Rule("w", "wi_{b}", "b a -> b a").bind(shapes) is None
+    assert TensorRule("w", ("x", "y"), "a -> a", join=0).bind(shapes) is None
+    assert TensorRule("w", "y", "a -> a").layers(shapes) == [None]
+    assert TensorRule("w", "wi_{b}", "b a -> b a").bind(shapes) is None
 
 
 BAD = {
@@ -212,22 +217,24 @@ BAD = {
 @pytest.mark.parametrize("name", BAD)
 def test_bad_rules(name):
     with pytest.raises(ValueError, match=".{20}"):
-        Rule(**BAD[name])
+        TensorRule(**BAD[name])
 
 
 def test_weights_that_do_not_join():
     with pytest.raises(ValueError, match="cannot be concatenated"):
-        Rule("t", ("a", "b"), "(k w) e -> e k w", join="w").bind({"a": (2, 3, 4), "b": (2, 2, 4)})
+        TensorRule("t", ("a", "b"), "(k w) e -> e k w", join="w").bind(
+            {"a": (2, 3, 4), "b": (2, 2, 4)}
+        )
     with pytest.raises(ValueError, match="cannot be concatenated"):
-        Rule("t", ("a", "b"), "w e -> e w", join=0).bind({"a": (2, 3), "b": (4, 3)})
+        TensorRule("t", ("a", "b"), "w e -> e w", join=0).bind({"a": (2, 3), "b": (4, 3)})
     with pytest.raises(ValueError, match="do not add up to 4"):
-        Rule(("t", "u"), "a", "w -> w", join="w", sizes=(3, 2)).bind({"a": (4,)})
+        TensorRule(("t", "u"), "a", "w -> w", join="w", sizes=(3, 2)).bind({"a": (4,)})
     with pytest.raises(ValueError, match="do not add up to 5"):
-        Rule(("t", "u"), "a", "w -> w", join="w").bind({"a": (5,)})
+        TensorRule(("t", "u"), "a", "w -> w", join="w").bind({"a": (5,)})
 
 
 def test_arrays_that_do_not_belong():
-    bound = Rule(("t", "u"), "a", "w -> w", join="w").bind({"a": (4,)})
+    bound = TensorRule(("t", "u"), "a", "w -> w", join="w").bind({"a": (4,)})
     with pytest.raises(ValueError, match="u is"):
         bound.to_native([np.zeros(2), np.zeros(3)])
     with pytest.raises(ValueError, match="u is"):
@@ -256,7 +263,7 @@ def test_bits_of_any_dtype(dtype):
         0, 2 if dtype is np.bool_ else 256, 8 * 6 * size, np.uint8
     )
     native = data.view(dtype).reshape(8, 2, 3)
-    bound = Rule("t", "o", "(b c) a -> a b c").bind({"o": native.shape})
+    bound = TensorRule("t", "o", "(b c) a -> a b c").bind({"o": native.shape})
     (hf,) = bound.to_hf([native])
     assert hf.dtype == native.dtype
     bits = data.reshape(8, 6, size)
@@ -330,7 +337,7 @@ def random_case(draw):
     native = [f"o{part}" if kind != "hf" else "o" for part in range(count)]
     hf = [".".join([name, *(f"{{{axis}}}" for axis in counted)]) for name in hf]
     native = ["/".join([name, *(f"{{{axis}}}" for axis in our_counted)]) for name in native]
-    rule = Rule(
+    rule = TensorRule(
         tuple(hf) if kind == "hf" else hf[0],
         tuple(native) if kind in ("axis", "number") else native[0],
         " -> ".join(sides),

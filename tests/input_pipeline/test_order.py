@@ -7,8 +7,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from maxtext.input_pipeline.formats import cache
-from maxtext.input_pipeline.formats.parquet import ParquetRows
+from maxtext.input_pipeline.formats import interface
+from maxtext.input_pipeline.formats.tables import ParquetRows
 from maxtext.input_pipeline.interface import ShardSpec
 from maxtext.input_pipeline.order import PERMUTATIONS, epoch_order, split_blocks
 from tests.support.batches import make_train_iterator
@@ -56,7 +56,7 @@ def test_streams_partition_one_permutation():
 def test_large_blocks_are_decoded_about_once(make_config, tmp_path, monkeypatch, shard):
     """Files of one row group each, as pyarrow writes them, of which the cache holds three."""
     text, rows, files = "x" * 1000, 200, 12
-    monkeypatch.setattr(cache, "DECODED_BYTES", 3 * rows * len(text))
+    monkeypatch.setattr(interface, "DECODED_BYTES", 3 * rows * len(text))
     for number in range(files):
         table = pyarrow.table({"text": [f"{number} {row} {text}" for row in range(rows)]})
         pyarrow.parquet.write_table(table, tmp_path / f"{number}.parquet")

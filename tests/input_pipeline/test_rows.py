@@ -14,7 +14,7 @@ from maxtext.input_pipeline.formats import encode_example
 from maxtext.input_pipeline.formats.example import decode_example
 from maxtext.input_pipeline.instruction_data_processing import math_qa_formatting
 from maxtext.input_pipeline.interface import Split
-from maxtext.input_pipeline.row_reports import Remark
+from maxtext.input_pipeline.row_forms import Remark
 from maxtext.models.configuration import load
 from tests.tokenizers.tiny import CHATML, write_bpe
 

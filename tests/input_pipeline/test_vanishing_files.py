@@ -9,7 +9,7 @@ from itertools import islice
 import pytest
 
 from maxtext.common.errors import UserError
-from maxtext.input_pipeline.formats import cache
+from maxtext.input_pipeline.formats import interface
 from tests.input_pipeline.corpora import SOURCES
 from tests.support.batches import make_train_iterator
 
@@ -23,7 +23,7 @@ FORMATS = ["text", "jsonl", "parquet", "arrayrecord", "tfrecord", "hf-arrow", "h
 @pytest.fixture(autouse=True)
 def blocks_are_not_kept(monkeypatch):
     """Drop caches, so that files are read again."""
-    monkeypatch.setattr(cache, "DECODED_BLOCKS", 2)
+    monkeypatch.setattr(interface, "DECODED_BLOCKS", 2)
 
 
 def run_until(make_config, folder, source, damage):
@@ -53,7 +53,7 @@ def run_until(make_config, folder, source, damage):
 
 @pytest.mark.parametrize("source", FORMATS)
 def test_file_that_disappears_raises(make_config, tmp_path, source, monkeypatch):
-    monkeypatch.setattr(cache, "OPEN_FILES", 1)  # one that stays open can be read to its end
+    monkeypatch.setattr(interface, "OPEN_FILES", 1)  # one that stays open can be read to its end
     said = run_until(make_config, tmp_path, source, os.unlink)
     assert str(tmp_path) in said
     assert "cannot be read any more" in said
@@ -63,7 +63,7 @@ def test_file_that_disappears_raises(make_config, tmp_path, source, monkeypatch)
 def test_file_that_shrinks_raises(make_config, tmp_path, source, monkeypatch):
     """Text files are read as they are: a shorter file is a shorter document."""
     if source != "hf-arrow":  # of the others some have read so small a file as a whole
-        monkeypatch.setattr(cache, "OPEN_FILES", 1)
+        monkeypatch.setattr(interface, "OPEN_FILES", 1)
     said = run_until(
         make_config, tmp_path, source, lambda path: os.truncate(path, path.stat().st_size // 2)
     )

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from maxtext.kernels import cross_entropy as triton_cross_entropy
 from maxtext.kernels.cross_entropy import cross_entropy, tiled_cross_entropy
-from maxtext.kernels.triton import cross_entropy as triton_cross_entropy
 
 BATCH, LENGTH, EMBED_DIM, VOCABULARY = 3, 12, 8, 37
 

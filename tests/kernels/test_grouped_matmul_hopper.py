@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxtext.common.gpu import gpu_capability
+from maxtext.common.hardware import gpu_capability
 from maxtext.kernels import grouped_matmul, grouped_matmul_hopper
 from tests.support.grouped_matmul import reference
 from tests.support.hopper_arrays import ROWS, SIZES, abstract_arrays

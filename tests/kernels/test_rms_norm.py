@@ -9,8 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxtext.kernels.rms_norm import rms_norm
-from maxtext.kernels.triton.rms_norm import add_rms_norm_rows, rms_norm_rows, rms_norm_rows_backward
+from maxtext.kernels.rms_norm import (
+    add_rms_norm_rows,
+    rms_norm,
+    rms_norm_rows,
+    rms_norm_rows_backward,
+)
 
 EPSILON = 1e-5
 INTERPRET = jax.default_backend() != "gpu"

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxtext.common.load_balance import LoadBalancedOrder
 from maxtext.configs.derive import Devices
 from maxtext.kernels.attention import AttentionInputs, AttentionMask, run_attention, validate_inputs
+from maxtext.kernels.attention_options import LoadBalancedOrder
 from maxtext.layers.attention_sharding import flash_on_shards
 from maxtext.models.configuration import load
 from maxtext.sharding import AxisRules, make_mesh

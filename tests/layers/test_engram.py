@@ -17,7 +17,7 @@ from maxtext.layers.engram import compressed_ids, mod_uint64, multiply_uint64
 from maxtext.layers.inputs import LayerInputs
 from maxtext.layers.parameters import Initializer, Template
 from maxtext.layers.specs import Compression, EngramSpec, NormSpec
-from maxtext.layers.specs.engram import head_primes
+from maxtext.layers.specs.layer import head_primes
 
 EMBED_DIM, VOCABULARY, EPSILON = 8, 50, 1e-2
 BATCH, LENGTH = 2, 14

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from maxtext.common import hash_rng
-from maxtext.layers.dropout import dropout
 from maxtext.layers.linear import build_linear, order_weight_grads, project
-from maxtext.layers.parameters import Initializer, Template
+from maxtext.layers.parameters import Initializer, Template, dropout
 
 # inputs, outputs of the kernel, the product as an einsum
 SHAPES = [

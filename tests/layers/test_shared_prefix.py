@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 
-from maxtext.layers.shared_prefix import SharedPrefix
+from maxtext.layers.inputs import SharedPrefix
 
 PREFIX = SharedPrefix(rows=2, length=2, row_length=4)
 ROWS = np.array([[1, 2, 3, 4], [1, 2, 5, 6], [7, 8, 9, 10], [7, 8, 11, 12]])

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from maxtext.configs.derive import Devices
-from maxtext.configs.remat import SAVED_ON_DEVICE
+from maxtext.configs.types.remat import SAVED_ON_DEVICE
 from maxtext.models.configuration import load
 from maxtext.models.transformer import initial_weights, make_template
 from maxtext.trainers.model_losses import language_model_losses

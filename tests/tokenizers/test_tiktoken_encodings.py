@@ -7,7 +7,7 @@ import regex
 import tiktoken
 
 from maxtext.common.errors import ConfigError
-from maxtext.tokenizers import open_tokenizer, tiktoken_encodings
+from maxtext.tokenizers import open_tokenizer, tiktoken_file
 from tests.tokenizers.tiny import CHATML, CORPUS, tiny_ranks, write_tiktoken
 
 TEXTS = [
@@ -40,7 +40,7 @@ def test_kimi_pattern_and_special_tokens_equal_the_published_ones():
         r"\s+(?!\S)",
         r"\s+",
     ]
-    spec = tiktoken_encodings.kimi(163584)
+    spec = tiktoken_file.kimi(163584)
     assert spec.pattern == "|".join(parts)
     assert (spec.specials["[BOS]"], spec.specials["[EOS]"]) == (163584, 163585)
     assert sorted(spec.specials.values()) == list(range(163584, 163840))
@@ -57,7 +57,7 @@ def test_patterns_and_special_tokens_equal_tiktokens(name, monkeypatch):
 
     monkeypatch.setattr(published, "load_tiktoken_bpe", lambda *_, **__: {})
     reference = published.ENCODING_CONSTRUCTORS[name]()
-    spec = getattr(tiktoken_encodings, name.removesuffix("_base"))(0)
+    spec = getattr(tiktoken_file, name.removesuffix("_base"))(0)
     assert spec.specials == reference["special_tokens"]
     split = [regex.findall(spec.pattern, text) for text in TEXTS]
     assert split == [regex.findall(reference["pat_str"], text) for text in TEXTS]
@@ -66,7 +66,7 @@ def test_patterns_and_special_tokens_equal_tiktokens(name, monkeypatch):
 
 def test_llama3_special_tokens():
     """The ids are those of Llama 3.1."""
-    specials = tiktoken_encodings.llama3(128000).specials
+    specials = tiktoken_file.llama3(128000).specials
     published = {
         "<|begin_of_text|>": 128000,
         "<|end_of_text|>": 128001,
@@ -126,4 +126,4 @@ def test_rejects_llama4_ranks():
     from pathlib import Path
 
     with pytest.raises(ConfigError, match="Llama 4: use the tokenizer.json"):
-        tiktoken_encodings.encoding_spec(Path("tokenizer.model"), 200_000, {})
+        tiktoken_file.encoding_spec(Path("tokenizer.model"), 200_000, {})

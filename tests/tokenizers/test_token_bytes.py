@@ -4,9 +4,9 @@ import pytest
 
 from maxtext.tokenizers import ByteTokenizer
 from maxtext.tokenizers.hugging_face import HuggingFaceTokenizer
+from maxtext.tokenizers.load import concatenates, text_bytes
 from maxtext.tokenizers.sentence_piece import SentencePieceTokenizer
 from maxtext.tokenizers.tiktoken_file import TiktokenTokenizer
-from maxtext.tokenizers.token_bytes import concatenates, text_bytes
 from tests.tokenizers.tiny import write_byte_fallback
 
 TEXT = 'Grüße, 世界 🦊 {"a": [1, 2]}  and\n\ttabs'

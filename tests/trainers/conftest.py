@@ -22,7 +22,7 @@ from maxtext.models.configuration import load
 from maxtext.models.transformer import initial_weights
 from maxtext.optimizers import learning_rate_schedule
 from maxtext.sharding import use_rules
-from maxtext.trainers import outcome, train
+from maxtext.trainers import banner, train
 from maxtext.trainers.model_losses import language_model_losses
 from maxtext.trainers.run_context import RunContext
 from maxtext.trainers.step import make_eval_step, make_train_step
@@ -338,7 +338,7 @@ def run_training(configure, light_compiler, tmp_path_factory):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(train, "Loop", Watched)
             if not plot:
-                patch.setattr(outcome, "save_loss_png", lambda *_, **__: None)
+                patch.setattr(banner, "save_loss_png", lambda *_, **__: None)
             if batches is not None:
                 patch.setattr(
                     loader,

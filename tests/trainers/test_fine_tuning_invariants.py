@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from maxtext import LLM, tune
-from maxtext.trainers import outcome
+from maxtext.trainers import banner
 from tests.compiling import cpu_devices
 from tests.tokenizers.tiny import write_bpe
 
@@ -137,7 +137,7 @@ def models(tmp_path_factory):
 
 def skip_plots(patch):
     """Drawing loss.png takes a third of the time of a short run."""
-    patch.setattr(outcome, "save_loss_png", lambda *_, **__: None)
+    patch.setattr(banner, "save_loss_png", lambda *_, **__: None)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -10,8 +10,8 @@ import pytest
 from maxtext.common.errors import ConfigError
 from maxtext.configs import ledger, types
 from maxtext.configs.derive import Devices
-from maxtext.configs.remat import CUSTOM_TENSORS
 from maxtext.configs.sources import from_overrides, from_python
+from maxtext.configs.types.remat import CUSTOM_TENSORS
 from maxtext.models import rule
 from maxtext.models.configuration import load
 from tests.support.training_configurations import (

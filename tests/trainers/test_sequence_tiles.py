@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxtext.trainers.sequence_tiles import map_tiles, sum_tiles
+from maxtext.trainers.model_losses import map_tiles, sum_tiles
 
 ROWS, LENGTH, WIDTH = 2, 6, 3
 X = np.random.default_rng(0).normal(size=(ROWS, LENGTH, WIDTH)).astype(np.float32)

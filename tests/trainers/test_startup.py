@@ -9,8 +9,8 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from maxtext import LLM, tune
 from maxtext.cli.main import main
-from maxtext.common.compilation_cache import use_compilation_cache
 from maxtext.common.errors import ConfigError
+from maxtext.configs.startup import use_compilation_cache
 
 FLAGS = (
     "jax_compilation_cache_dir",

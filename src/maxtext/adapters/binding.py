@@ -32,8 +32,7 @@ import numpy as np
 
 from maxtext.checkpoint.tensors import Shape
 from maxtext.common.errors import ConfigError
-from maxtext.hf.bound_rule import BoundRule
-from maxtext.hf.rules import Rule, placeholders
+from maxtext.hf.rules import BoundRule, TensorRule, placeholders
 
 WEIGHT = "/weight"  # the end of a linear layer's weight in native names
 Factors = tuple[np.ndarray, np.ndarray]  # A and B
@@ -62,7 +61,7 @@ class Binding(abc.ABC):
     for experts, and the rows are those of all targets (and of all experts of a parameter).
     """
 
-    rule: Rule
+    rule: TensorRule
     layer: int | None
     hf: tuple[str, ...]  # modules, or one parameter
     native: tuple[str, ...]

@@ -14,9 +14,8 @@ from maxtext.common.errors import UserError
 from maxtext.common.trees import flatten_dict
 from maxtext.configs.sources import suggest
 from maxtext.configs.types import MaxTextConfig
-from maxtext.hf.bound_rule import BoundRule
 from maxtext.hf.config_json import HfMapping
-from maxtext.hf.rules import Rule
+from maxtext.hf.rules import BoundRule, TensorRule
 from maxtext.layers.adapters import EMBEDDER, HEAD
 from maxtext.layers.parameters import Template
 from maxtext.models import hf_registry
@@ -48,7 +47,7 @@ class ModelModules:
         return hf_registry.mapping_for(self.config)
 
     @cached_property
-    def bound_rules(self) -> list[tuple[Rule, int | None, BoundRule]]:
+    def bound_rules(self) -> list[tuple[TensorRule, int | None, BoundRule]]:
         """All tensor rules of the model, each with a layer. A tied model has one of its head, too,
         for adapters with a copy of it."""
         rules = hf_registry.rules(self.mapping, self.config)

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from maxtext.checkpoint import steps
-from maxtext.checkpoint.integrity import files_without_digest, read_digests, verify
 from maxtext.checkpoint.safetensors_reader import HF_STEM, NATIVE_STEM, SafetensorsFolder
 from maxtext.checkpoint.saved_step import CorruptCheckpoint, SavedStep
 from maxtext.checkpoint.state import join_path
+from maxtext.checkpoint.steps import files_without_digest, read_digests, verify
 from maxtext.checkpoint.tensors import TensorInfo
 from maxtext.common.errors import UserError
 

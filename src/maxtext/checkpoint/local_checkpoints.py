@@ -19,12 +19,11 @@ import jax
 import numpy as np
 
 from maxtext.checkpoint import steps
-from maxtext.checkpoint.former_names import match_names
-from maxtext.checkpoint.integrity import verify, write_digest
 from maxtext.checkpoint.multihost import allgather_int, allgather_ints, error_summary
 from maxtext.checkpoint.safetensors_reader import NATIVE_STEM, SafetensorsFolder
 from maxtext.checkpoint.safetensors_writer import write_native_folder
-from maxtext.checkpoint.state import TreePath, join_path
+from maxtext.checkpoint.state import TreePath, join_path, match_names
+from maxtext.checkpoint.steps import verify, write_digest
 from maxtext.checkpoint.tensors import FLOATS, RenamedTensors, TensorInfo, TensorSource
 from maxtext.checkpoint.weights import Bounds
 from maxtext.common.errors import UserError

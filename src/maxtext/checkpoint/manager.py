@@ -22,7 +22,6 @@ import jax
 import orbax.checkpoint as ocp
 
 from maxtext.checkpoint import steps
-from maxtext.checkpoint.integrity import write_digest
 from maxtext.checkpoint.multihost import (
     CompositeArgs,
     MultihostHandler,
@@ -31,6 +30,7 @@ from maxtext.checkpoint.multihost import (
     allgather_int,
     error_summary,
 )
+from maxtext.checkpoint.steps import write_digest
 from maxtext.common.errors import ConfigError
 from maxtext.common.log import LOGGER
 from maxtext.common.types import Json, Tree

@@ -16,10 +16,14 @@ import numpy as np
 
 from maxtext.checkpoint import steps
 from maxtext.checkpoint.convert.conversion import from_hf, to_hf
-from maxtext.checkpoint.convert.dequantize import Dequantized
-from maxtext.checkpoint.former_names import match_names
 from maxtext.checkpoint.manager import MODEL_FILE
-from maxtext.checkpoint.quantized import INTEGERS, SCALE, QuantizedFolder, quantized_weight_dtype
+from maxtext.checkpoint.quantized import (
+    INTEGERS,
+    SCALE,
+    Dequantized,
+    QuantizedFolder,
+    quantized_weight_dtype,
+)
 from maxtext.checkpoint.safetensors_reader import (
     HF_STEM,
     NATIVE_STEM,
@@ -28,6 +32,7 @@ from maxtext.checkpoint.safetensors_reader import (
 )
 from maxtext.checkpoint.safetensors_writer import write_hf_folder, write_native_folder
 from maxtext.checkpoint.saved_step import SavedStep
+from maxtext.checkpoint.state import match_names
 from maxtext.checkpoint.tensors import (
     DTYPES,
     Progress,

@@ -12,9 +12,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from maxtext.checkpoint import steps
-from maxtext.checkpoint.former_names import match_names
 from maxtext.checkpoint.manager import RUN_FILE, StorageOptions, iterator_file, quiet_orbax
-from maxtext.checkpoint.state import TreePath, to_flat_dict
+from maxtext.checkpoint.state import TreePath, match_names, to_flat_dict
 from maxtext.checkpoint.tensors import TensorInfo
 from maxtext.common.errors import UserError
 from maxtext.common.trees import unflatten_dict

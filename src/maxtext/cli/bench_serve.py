@@ -9,9 +9,9 @@ from pathlib import Path
 from maxtext.cli.arguments import Arguments
 from maxtext.cli.terminal import format_table
 from maxtext.common import files, progress
-from maxtext.common.descriptors import raise_descriptor_limit
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.common.extras import require
+from maxtext.common.processes import raise_descriptor_limit
 from maxtext.diagnostics.load.client import Target
 from maxtext.diagnostics.load.generator import LoadGenerator, LoadResult, Workload
 from maxtext.diagnostics.load.report import sentences, summarize, table
@@ -50,7 +50,7 @@ def write_files(
             summary = summarize(result, workload)
             files.write_text(json_path, json.dumps(summary, indent=1) + "\n")
         if plot_path is not None:
-            from maxtext.diagnostics.load.plot import save_load_png
+            from maxtext.diagnostics.load.report import save_load_png
 
             save_load_png(plot_path, result, describe(workload))
     except OSError as error:

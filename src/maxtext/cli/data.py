@@ -16,7 +16,7 @@ import numpy as np
 
 from maxtext.cli import positionals
 from maxtext.cli.arguments import Arguments
-from maxtext.cli.batch_segments import sides
+from maxtext.cli.batch_files import sides
 from maxtext.cli.terminal import format_table
 from maxtext.common import log, signals
 from maxtext.common.errors import ConfigError

@@ -8,14 +8,7 @@ from typing import Any
 import numpy as np
 
 from maxtext.cli.arguments import Arguments
-from maxtext.cli.batch_segments import (
-    IdPrinter,
-    Row,
-    TextDecoder,
-    segment_text,
-    segments,
-    sides,
-)
+from maxtext.cli.batch_files import IdPrinter, Row, TextDecoder, segment_text, segments, sides
 from maxtext.cli.data import load_config
 from maxtext.cli.terminal import format_table
 from maxtext.common import log

@@ -20,7 +20,7 @@ from maxtext.cli.generation import (
 )
 from maxtext.common import progress
 from maxtext.common.errors import ConfigError, UserError
-from maxtext.common.sequences import common_prefix_length
+from maxtext.common.trees import common_prefix_length
 from maxtext.configs.types import MaxTextConfig
 
 DIFF_CHARACTERS = 40  # of two texts, shown from where they differ

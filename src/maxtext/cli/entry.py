@@ -2,9 +2,17 @@
 
 Python would print a traceback for a Ctrl-C before `main` has set its handlers; after this import
 the process just ends.
+
+Commands at the module paths that they have in MaxText: `python3 -m
+maxtext.trainers.post_train.sft.train_sft` is `maxtext sft`.
+
+These modules have no files of their own. `import maxtext` installs `AliasFinder`, which lets Python
+run this file under their names.
 """
 
 import signal
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from types import ModuleType
 
 if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # and not ignored
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -29,3 +37,45 @@ def entry(*command: str) -> None:
         if not has_peers():
             os._exit(code)
     sys.exit(code)
+
+
+TYPE_CHECKING = False  # importing typing itself would be slow
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+COMMANDS = {
+    "maxtext.trainers.pre_train.train": "train",
+    "maxtext.trainers.pre_train.train_compile": "compile",
+    "maxtext.trainers.post_train.sft.sft_trainer": "sft",
+    "maxtext.trainers.post_train.sft.train_sft": "sft",
+    "maxtext.trainers.post_train.sft.train_sft_native": "sft",
+    "maxtext.trainers.post_train.dpo.train_dpo": "dpo",
+    "maxtext.trainers.post_train.distillation.train_distill": "distill",
+    "maxtext.trainers.post_train.rl.train_rl": "grpo",
+}
+# The package was MaxText before, and had the commands of post-training at its top.
+COMMANDS |= {
+    name.replace("maxtext.trainers.post_train", "MaxText"): command
+    for name, command in COMMANDS.items()
+    if "post_train" in name
+}
+FOLDERS = {
+    name.rsplit(".", depth)[0] for name in COMMANDS for depth in range(1, name.count("."))
+} - {"maxtext.trainers"}
+
+
+class AliasFinder:
+    def find_spec(
+        self, name: str, path: "Sequence[str] | None" = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name in COMMANDS:
+            return ModuleSpec(name, SourceFileLoader(name, __file__), origin=__file__)
+        return ModuleSpec(name, None, is_package=True) if name in FOLDERS else None
+
+
+if __name__ == "__main__":
+    pass
+
+    assert __spec__ is not None
+    entry(COMMANDS[__spec__.name])

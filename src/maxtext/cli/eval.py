@@ -49,7 +49,7 @@ def run(arguments: Arguments) -> int:
     table, report = MODES[parsed.mode](parsed)
     sys.stdout.write(format_table(table, left=1 if parsed.mode == "--perplexity" else 2))
     if parsed.out is not None:
-        from maxtext.inference.evaluation.report import write_report
+        from maxtext.inference.evaluation.tasks import write_report
 
         write_report(parsed.out, report)
     return 0
@@ -92,7 +92,7 @@ def resolve(parsed: EvalArguments) -> ResolvedModel:
 
 def run_perplexity(parsed: EvalArguments) -> tuple[list[Row], dict[str, Any]]:
     from maxtext.inference.evaluation import perplexity
-    from maxtext.inference.evaluation.report import build_report
+    from maxtext.inference.evaluation.tasks import build_report
 
     model = resolve(parsed)
     length, stride = parsed.options["--window"], parsed.options["--stride"]
@@ -122,7 +122,7 @@ def run_tasks(parsed: EvalArguments) -> tuple[list[Row], dict[str, Any]]:
     require("lm_eval", "maxtext eval --tasks")
     from maxtext.inference.evaluation import tasks
     from maxtext.inference.evaluation.lm_eval_model import MaxTextLM
-    from maxtext.inference.evaluation.report import build_report
+    from maxtext.inference.evaluation.tasks import build_report
 
     names = [name.strip() for name in parsed.value.split(",") if name.strip()]
     if not names:
@@ -157,7 +157,7 @@ def run_tasks(parsed: EvalArguments) -> tuple[list[Row], dict[str, Any]]:
 
 def run_builtin(parsed: EvalArguments) -> tuple[list[Row], dict[str, Any]]:
     from maxtext.inference.evaluation import run_benchmarks
-    from maxtext.inference.evaluation.report import build_report
+    from maxtext.inference.evaluation.tasks import build_report
 
     names = run_benchmarks.parse_names(parsed.value)
     options = parsed.options

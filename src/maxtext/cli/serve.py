@@ -18,11 +18,11 @@ from maxtext.cli.generation import (
     resolve_model,
 )
 from maxtext.common import progress, signals
-from maxtext.common.descriptors import raise_descriptor_limit
 from maxtext.common.errors import ConfigError
 from maxtext.common.extras import require
 from maxtext.common.hub import model_name
 from maxtext.common.log import LOGGER, print_status
+from maxtext.common.processes import raise_descriptor_limit
 
 if TYPE_CHECKING:
     from maxtext.inference.server.app import ServerOptions

@@ -81,16 +81,16 @@ def train_run(path: str | None, overrides: list[str], command: Sequence[str]) ->
         )
     log.configure(world.index, world.count, logging.INFO if world.index == 0 else logging.WARNING)
     processes.preallocate_gpu_memory()
-    from maxtext.trainers import sample
+    from maxtext.trainers import banner
     from maxtext.trainers.hooks import FreezeObjects
     from maxtext.trainers.train import train
 
     has_prompt = config.prompt != base_values().prompt
     if has_prompt:
-        sample.check(config)
+        banner.check(config)
     result = train(config, checkpoint, hooks=[FreezeObjects()])
     if has_prompt and result.summary["steps"] == config.steps:
-        text = sample.complete(result.context, result.state, SAMPLE_TOKENS)
+        text = banner.complete(result.context, result.state, SAMPLE_TOKENS)
         if world.index == 0:
             print(f"\nwhat the model writes after {config.prompt!r}:\n")
             print(text)

@@ -1,12 +1,17 @@
 """Peak FLOP/s by dtype, memory and memory bandwidth of accelerators, from the vendors' data sheets.
 
 An unlisted device has no peak, and callers must report MFU as unknown.
+
+The compute capability of this machine's GPU.
 """
 
 import contextlib
+import functools
 import os
 from dataclasses import dataclass
 from pathlib import Path
+
+import jax
 
 GB = 10**9
 GIB = 2**30
@@ -253,3 +258,25 @@ def format_bytes(amount: float) -> str:
             return f"{amount:,.0f} {unit}" if unit == "B" else f"{amount:.4g} {unit}"
         amount /= 1024
     return f"{amount:,.2f} GiB"
+
+
+DEFAULT_CAPABILITY = "9.0"  # Hopper, when compiling for a GPU that this machine does not have
+
+
+@functools.cache
+def gpu_capability() -> str:
+    """ "9.0" on Hopper, "gfx942" on an AMD card, empty without a GPU."""
+    if jax.default_backend() != "gpu":
+        return ""
+    return str(getattr(jax.local_devices()[0], "compute_capability", ""))
+
+
+def target_capability() -> str:
+    """The capability of the GPU that a program is compiled for."""
+    return gpu_capability() or DEFAULT_CAPABILITY
+
+
+def is_nvidia(capability: str, minimum: tuple[int, int] = (8, 0)) -> bool:
+    """Whether it is an NVIDIA GPU of at least this compute capability (AMD's are named gfx…)."""
+    version = capability.split(".")
+    return all(map(str.isdigit, version)) and tuple(map(int, version)) >= minimum

@@ -4,11 +4,17 @@
 `jax.distributed`. JAX aborts the process when a peer dies (detected within HEARTBEAT_SECONDS). That
 is wanted: the collectives of a step cannot continue, and the launcher restarts the run. JAX also
 aborts when start-up takes too long; `exit_on_timeout` reports that first.
+
+File descriptors of the process.
+
+Python's garbage collector in processes that run for long.
 """
 
 import contextlib
+import gc
 import importlib.util
 import os
+import resource
 import socket
 import sys
 import threading
@@ -265,3 +271,18 @@ def exit_process(code: int, before_exit: Callable[[], None] | None = None) -> in
         sys.stderr.flush()
         os._exit(code)
     return code
+
+
+def raise_descriptor_limit() -> None:
+    """Every connection needs a file descriptor: allow as many as the system does."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def freeze_objects() -> None:
+    """Leave all objects that exist now out of later collections. For a process that has loaded and
+    compiled what it needs: a collection stops all threads, and would visit millions of objects that
+    live as long as the process."""
+    gc.collect()
+    gc.freeze()

@@ -1,9 +1,11 @@
 """Nested dicts of arrays, the form of a model's weights: flat and nested, merged, and compared.
 
 A leaf is whatever is not a dict: an array, or an object such as a quantized weight.
+
+Sequences of any elements.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -55,3 +57,9 @@ def checksum(tree: Tree) -> jax.Array:
             leaf = jax.lax.bitcast_convert_type(leaf, jnp.dtype(f"uint{8 * leaf.dtype.itemsize}"))
         total += jnp.sum(leaf.astype(jnp.uint32), dtype=jnp.uint32) * jnp.uint32(2 * index + 1)
     return total
+
+
+def common_prefix_length(first: Sequence[object], second: Sequence[object]) -> int:
+    """The number of leading elements that two sequences have in common."""
+    shorter = min(len(first), len(second))
+    return next((index for index in range(shorter) if first[index] != second[index]), shorter)

@@ -14,7 +14,7 @@ from maxtext.common.errors import ConfigError
 from maxtext.common.types import Json
 from maxtext.configs import fields
 from maxtext.configs.provenance import Layer, Setting
-from maxtext.configs.types.architecture import Architecture
+from maxtext.configs.types.derived import Architecture
 
 # attribute -> keys that determine it as well: setting one of them drops the attribute
 DETERMINED_BY_KEYS = {

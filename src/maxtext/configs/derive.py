@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 from maxtext.common.errors import ConfigError
 from maxtext.common.processes import FULL_PROCESSES, STARTED, choose_platform, now
 from maxtext.configs.mesh_sizes import axis_sizes, infer_axis_sizes
-from maxtext.configs.remat import CUSTOM_TENSORS, OFFLOADED, SAVED_ON_DEVICE
 from maxtext.configs.types import DerivedValues, MaxTextConfig, Settings
+from maxtext.configs.types.remat import CUSTOM_TENSORS, OFFLOADED, SAVED_ON_DEVICE
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from maxtext.configs import (
     rules,
     sources,
 )
+from maxtext.configs.fields import YamlLoader
 from maxtext.configs.problems import Problem, ProblemKind, raise_if_any
 from maxtext.configs.provenance import Layer, Setting, Source
 from maxtext.configs.types import (
@@ -31,8 +32,7 @@ from maxtext.configs.types import (
     Settings,
     declaration,
 )
-from maxtext.configs.types.architecture import Architecture
-from maxtext.configs.yaml_loader import YamlLoader
+from maxtext.configs.types.derived import Architecture
 
 ATTENTION_ALIASES = {"cudnn_flash_te": "cudnn_flash_jax"}  # Transformer Engine is not used here
 UNBOUNDED_EPOCHS = 2**31 - 1

@@ -15,9 +15,8 @@ from maxtext.configs.types import MaxTextConfig
 from maxtext.diagnostics import weights_and_biases
 from maxtext.diagnostics.console import Console
 from maxtext.diagnostics.jsonl import JsonLines, metrics_path
-from maxtext.diagnostics.prometheus import Prometheus
 from maxtext.diagnostics.record import TIMING, Record, to_record
-from maxtext.diagnostics.tensorboard import EventFile
+from maxtext.diagnostics.tensorboard import EventFile, Prometheus
 
 __all__ = ["TIMING", "Record", "Recorder", "Writer", "make_writers", "to_record"]
 

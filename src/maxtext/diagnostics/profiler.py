@@ -14,14 +14,23 @@ loop calls
 
 A window that does not fit into the configured run is a ConfigError. A resumed run with too few
 steps left only logs a warning: a job that restarts near its end must not fail for a trace.
+
+collect_stack_trace: dumps the stacks of all threads every stack_trace_interval_seconds.
+
+The dumps come from a C thread (faulthandler), so they appear even while Python is blocked in a call
+into the devices. Each starts with `Timeout (…)!`, which is how faulthandler reports the interval.
 """
 
+import contextlib
 import ctypes
+import faulthandler
 import importlib.util
+import os
 import socket
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import jax
 
@@ -193,3 +202,26 @@ def load_cuda_runtime() -> ctypes.CDLL:
     raise ConfigError(
         "profiler=nsys needs the CUDA runtime (libcudart), which was not found: use profiler=xplane"
     )
+
+
+@contextlib.contextmanager
+def stack_traces(config: MaxTextConfig, path: str | os.PathLike | None = None) -> Iterator[None]:
+    """Dump stacks while the block runs, if collect_stack_trace is set: to standard error, or
+    appended to `path`.
+    """
+    if not config.collect_stack_trace:
+        yield
+        return
+    with contextlib.ExitStack() as stack:
+        # faulthandler needs a file descriptor, which a replaced sys.stderr may not have.
+        file: TextIO | None = sys.__stderr__
+        if path is not None:
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            file = stack.enter_context(open(path, "a", encoding="utf-8"))
+        seconds = config.stack_trace_interval_seconds
+        LOGGER.info(
+            "stack traces of all threads every %d s to %s", seconds, path or "standard error"
+        )
+        faulthandler.dump_traceback_later(seconds, repeat=True, file=file or 2)
+        stack.callback(faulthandler.cancel_dump_traceback_later)  # before the file is closed
+        yield

@@ -13,7 +13,7 @@ from typing import Any
 from maxtext.common.errors import UserError
 from maxtext.common.types import Json
 from maxtext.configs.types import MaxTextConfig
-from maxtext.hf.rules import Rule
+from maxtext.hf.rules import TensorRule
 from maxtext.hf.schema import Kind
 
 LayerSpecs = Sequence[Any]
@@ -114,7 +114,7 @@ class HfMapping:
     # The entries of config.json except architectures, model_type and dtype. Of two with the same
     # name the later one counts; groups override fields, and later groups earlier ones.
     fields: tuple[Field | FieldGroup, ...]
-    rules: Callable[[MaxTextConfig, LayerSpecs], list[Rule]]
+    rules: Callable[[MaxTextConfig, LayerSpecs], list[TensorRule]]
     matches: Callable[[MaxTextConfig], bool] = lambda config: True  # among the family's mappings
     ignored: tuple[str, ...] = ()  # tensors that transformers does not load either, as regexes
     ignored_in: Callable[[MaxTextConfig], tuple[str, ...]] = lambda config: ()

@@ -4,12 +4,12 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from maxtext.configs.types import MaxTextConfig
-from maxtext.hf.rules import LAYER, Rule
+from maxtext.hf.rules import LAYER, TensorRule
 
 HF_LAYER = "model.layers.{i}."
 
 
-def in_layers(layers: Iterable[int], rules: list[Rule]) -> list[Rule]:
+def in_layers(layers: Iterable[int], rules: list[TensorRule]) -> list[TensorRule]:
     """Rules for these layers only: for models in which two kinds of mixers have weights of the same
     name.
     """
@@ -24,19 +24,19 @@ def in_layers(layers: Iterable[int], rules: list[Rule]) -> list[Rule]:
     ]
 
 
-def outer_rules(prefix: str = "model.") -> list[Rule]:
+def outer_rules(prefix: str = "model.") -> list[TensorRule]:
     """Embedding, final norm and output head."""
     return [
-        Rule(f"{prefix}embed_tokens.weight", "embedder/embedding", "v e -> v e"),
-        Rule(f"{prefix}norm.weight", "final_norm/scale", "e -> e"),
-        Rule("lm_head.weight", "head/weight", "v e -> e v"),
+        TensorRule(f"{prefix}embed_tokens.weight", "embedder/embedding", "v e -> v e"),
+        TensorRule(f"{prefix}norm.weight", "final_norm/scale", "e -> e"),
+        TensorRule("lm_head.weight", "head/weight", "v e -> e v"),
     ]
 
 
-def norm_rules(names: dict[str, str], prefix: str = HF_LAYER) -> list[Rule]:
+def norm_rules(names: dict[str, str], prefix: str = HF_LAYER) -> list[TensorRule]:
     """The norms of a layer, HF name -> native name."""
     return [
-        Rule(f"{prefix}{hf_name}.weight", f"layers/{{i}}/{native_name}/scale", "e -> e")
+        TensorRule(f"{prefix}{hf_name}.weight", f"layers/{{i}}/{native_name}/scale", "e -> e")
         for hf_name, native_name in names.items()
     ]
 
@@ -50,45 +50,49 @@ SANDWICH_NORMS = {
 }
 
 
-def attention_rules(config: MaxTextConfig, prefix: str = f"{HF_LAYER}self_attn.") -> list[Rule]:
+def attention_rules(
+    config: MaxTextConfig, prefix: str = f"{HF_LAYER}self_attn."
+) -> list[TensorRule]:
     native = "layers/{i}/attention/"
     rules = [
-        Rule(f"{prefix}o_proj.weight", f"{native}out/weight", "e (h d) -> h d e"),
-        Rule(f"{prefix}o_proj.bias", f"{native}out/bias", "e -> e"),
-        Rule(f"{prefix}q_norm.weight", f"{native}query_norm/scale", "d -> d"),
-        Rule(f"{prefix}k_norm.weight", f"{native}key_norm/scale", "d -> d"),
-        Rule(f"{prefix}sinks", f"{native}sinks", "h -> h"),
+        TensorRule(f"{prefix}o_proj.weight", f"{native}out/weight", "e (h d) -> h d e"),
+        TensorRule(f"{prefix}o_proj.bias", f"{native}out/bias", "e -> e"),
+        TensorRule(f"{prefix}q_norm.weight", f"{native}query_norm/scale", "d -> d"),
+        TensorRule(f"{prefix}k_norm.weight", f"{native}key_norm/scale", "d -> d"),
+        TensorRule(f"{prefix}sinks", f"{native}sinks", "h -> h"),
     ]
     for letter, name in (("q", "query"), ("k", "key"), ("v", "value")):
         projection = f"{prefix}{letter}_proj"
-        rules.append(Rule(f"{projection}.weight", f"{native}{name}/weight", "(h d) e -> e h d"))
-        rules.append(Rule(f"{projection}.bias", f"{native}{name}/bias", "(h d) -> h d"))
+        rules.append(
+            TensorRule(f"{projection}.weight", f"{native}{name}/weight", "(h d) e -> e h d")
+        )
+        rules.append(TensorRule(f"{projection}.bias", f"{native}{name}/bias", "(h d) -> h d"))
     weights, biases = (
         tuple(f"{prefix}{letter}_proj.{part}" for letter in "qkv") for part in ("weight", "bias")
     )
     sizes = (config.num_query_heads // config.num_kv_heads, 1, 1)
     rules.append(
-        Rule(weights, f"{native}qkv/weight", "(k g d) e -> e k g d", join="g", sizes=sizes)
+        TensorRule(weights, f"{native}qkv/weight", "(k g d) e -> e k g d", join="g", sizes=sizes)
     )
-    rules.append(Rule(biases, f"{native}qkv/bias", "(k g d) -> k g d", join="g", sizes=sizes))
+    rules.append(TensorRule(biases, f"{native}qkv/bias", "(k g d) -> k g d", join="g", sizes=sizes))
     return rules
 
 
-def mlp_rules(hf: str = f"{HF_LAYER}mlp.", native: str = "layers/{i}/mlp/") -> list[Rule]:
+def mlp_rules(hf: str = f"{HF_LAYER}mlp.", native: str = "layers/{i}/mlp/") -> list[TensorRule]:
     rules = []
     for name, branch in (("gate_proj", "wi_0"), ("up_proj", "wi_1"), ("down_proj", "wo")):
-        rules.append(Rule(f"{hf}{name}.weight", f"{native}{branch}/weight", "o n -> n o"))
-        rules.append(Rule(f"{hf}{name}.bias", f"{native}{branch}/bias", "o -> o"))
+        rules.append(TensorRule(f"{hf}{name}.weight", f"{native}{branch}/weight", "o n -> n o"))
+        rules.append(TensorRule(f"{hf}{name}.bias", f"{native}{branch}/bias", "o -> o"))
     weights, biases = (
         tuple(f"{hf}{name}.{part}" for name in ("gate_proj", "up_proj"))
         for part in ("weight", "bias")
     )
-    rules.append(Rule(weights, f"{native}wi/weight", "(b m) e -> e b m", join="b"))
-    rules.append(Rule(biases, f"{native}wi/bias", "(b m) -> b m", join="b"))
+    rules.append(TensorRule(weights, f"{native}wi/weight", "(b m) e -> e b m", join="b"))
+    rules.append(TensorRule(biases, f"{native}wi/bias", "(b m) -> b m", join="b"))
     return rules
 
 
-def dense_rules(config: MaxTextConfig) -> list[Rule]:
+def dense_rules(config: MaxTextConfig) -> list[TensorRule]:
     """A pre-norm model as Llama's."""
     return outer_rules() + norm_rules(PRE_NORMS) + attention_rules(config) + mlp_rules()
 
@@ -97,20 +101,20 @@ def expert_rules(
     hf: str,
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
     native: str = "layers/{i}/mlp/",
-) -> list[Rule]:
+) -> list[TensorRule]:
     """One tensor an expert and projection, as checkpoints are published; or all experts in two
     tensors, as newer transformers classes save them.
     """
     published = [
-        Rule(f"{hf}{{x}}.{name}.weight", f"{native}experts/{branch}/weight", "x o n -> x n o")
+        TensorRule(f"{hf}{{x}}.{name}.weight", f"{native}experts/{branch}/weight", "x o n -> x n o")
         for name, branch in zip(names, ("wi_0", "wi_1", "wo"), strict=True)
     ]
     return published + stacked_expert_rules(hf, native, "x (b m) e -> b x e m", "x e m -> x m e")
 
 
-def stacked_expert_rules(hf: str, native: str, gate_up: str, down: str) -> list[Rule]:
+def stacked_expert_rules(hf: str, native: str, gate_up: str, down: str) -> list[TensorRule]:
     """All experts in two tensors, with these patterns."""
     return [
-        Rule(f"{hf}gate_up_proj", f"{native}experts/wi_{{b}}/weight", gate_up),
-        Rule(f"{hf}down_proj", f"{native}experts/wo/weight", down),
+        TensorRule(f"{hf}gate_up_proj", f"{native}experts/wi_{{b}}/weight", gate_up),
+        TensorRule(f"{hf}down_proj", f"{native}experts/wo/weight", down),
     ]

@@ -23,7 +23,7 @@ import numpy as np
 
 from maxtext.common.errors import UserError
 from maxtext.common.types import Json
-from maxtext.hf.bound_rule import Shape
+from maxtext.hf.rules import Shape
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)

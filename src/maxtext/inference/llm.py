@@ -33,9 +33,9 @@ from maxtext.configs.types import MaxTextConfig
 from maxtext.inference.adapter_methods import AdapterMethods
 from maxtext.inference.engine.cache_config import MAX_CACHE_FRACTION, fit_slots
 from maxtext.inference.engine.engine import InferenceEngine
+from maxtext.inference.engine.executor import warmup_requests
 from maxtext.inference.engine.programs import Programs
 from maxtext.inference.engine.shapes import next_power_of_two
-from maxtext.inference.engine.warmup import warmup_requests
 from maxtext.inference.loading import (
     Folders,
     find_eos_ids,

@@ -21,13 +21,12 @@ from maxtext.input_pipeline.interface import (
     Split,
 )
 from maxtext.input_pipeline.loader import open_data_streams
-from maxtext.input_pipeline.prefetch import prefetch
 from maxtext.input_pipeline.row_formats import RowFormat
 from maxtext.input_pipeline.sources import (
     SOURCES,
     max_data_streams,
 )
-from maxtext.input_pipeline.workers import data_stream_factory, worker_count
+from maxtext.input_pipeline.workers import data_stream_factory, prefetch, worker_count
 
 __all__ = [
     "FIELDS",

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from maxtext.common.errors import ConfigError, UserError
-from maxtext.common.sequences import common_prefix_length
+from maxtext.common.trees import common_prefix_length
 from maxtext.configs.sources import is_preset
 from maxtext.configs.types import MaxTextConfig
 from maxtext.input_pipeline.formats import Record, UnusableRecord
@@ -36,6 +36,8 @@ from maxtext.input_pipeline.row_forms import (
     PreferenceChats,
     PreferenceTexts,
     PromptCompletion,
+    Remark,
+    RowReports,
     TextRow,
     has_form,
     no_form,
@@ -43,7 +45,6 @@ from maxtext.input_pipeline.row_forms import (
     parse_prompt,
     parse_row,
 )
-from maxtext.input_pipeline.row_reports import Remark, RowReports
 from maxtext.tokenizers import Tokenizer, load_tokenizer
 from maxtext.tokenizers.assistant_mask import tokenize_chat
 from maxtext.tokenizers.chat import ChatTemplate, chat_template

@@ -23,6 +23,7 @@ from maxtext.input_pipeline.encode import columns_to_read
 from maxtext.input_pipeline.encode_rows import TextEncoder, check_columns
 from maxtext.input_pipeline.formats import Record, find_files, kind_of, open_files
 from maxtext.input_pipeline.interface import BatchIterator, ShardSpec, Split
+from maxtext.input_pipeline.order import WindowShuffle
 from maxtext.input_pipeline.pipeline import (
     MixtureComponent,
     document_batches,
@@ -31,7 +32,6 @@ from maxtext.input_pipeline.pipeline import (
     shuffle_seed,
 )
 from maxtext.input_pipeline.row_formats import RowFormat
-from maxtext.input_pipeline.window_shuffle import WindowShuffle
 
 RECORD_WINDOW = 2048
 # load_dataset is not thread-safe (its progress bars), and several threads open data streams

@@ -16,12 +16,11 @@ import numpy as np
 
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.configs.types import MaxTextConfig
-from maxtext.input_pipeline.grain_batches import GrainBatches
 from maxtext.input_pipeline.interface import Batch, BatchIterator, ShardSpec, Split, keeps_last
 from maxtext.input_pipeline.olmo_index import Index, read_index, remap_paths, token_offsets
 from maxtext.input_pipeline.order import epoch_order
 from maxtext.input_pipeline.packing import to_batches
-from maxtext.input_pipeline.pipeline import STREAM_DOCUMENTS, shuffle_seed
+from maxtext.input_pipeline.pipeline import STREAM_DOCUMENTS, GrainBatches, shuffle_seed
 from maxtext.input_pipeline.row_formats import RowFormat
 
 

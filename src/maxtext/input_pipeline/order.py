@@ -7,20 +7,28 @@ once.
   blocks are assigned to the streams, and each epoch shuffles a stream's blocks, then the documents
   within WINDOW blocks at a time, or within as many as the cache holds. A block that is evicted too
   early would be decoded again for each of its documents.
+
+Shuffles elements within windows of a fixed size, for data that can only be read in order.
+
+Like Grain's WindowShuffleIterDataset, but with one permutation for each window: Grain computes each
+index by a cipher for large ranges, which takes a millisecond for each row of a window of a hundred.
+The state is the parent's state at the start of the window and the position in it, so the window is
+read again after a restart.
 """
 
 import sys
 import threading
 from abc import abstractmethod
 from functools import lru_cache
+from itertools import islice
 from typing import Any
 from weakref import WeakValueDictionary
 
 import grain
 import numpy as np
 
-from maxtext.input_pipeline.formats import cache
-from maxtext.input_pipeline.interface import ShardSpec
+from maxtext.input_pipeline.formats import interface
+from maxtext.input_pipeline.interface import ShardSpec, check_position
 
 WINDOW = 8  # most blocks whose documents are shuffled together
 # Most documents whose permutation is stored; Grain's shuffle computes it, slowly for small counts
@@ -145,7 +153,7 @@ def window_blocks(blocks: np.ndarray, block_bytes: int) -> int:
     prefetch, fit in the cache.
     """
     mean_block_bytes = block_bytes // max(int(np.count_nonzero(blocks)), 1)
-    return min(max(cache.DECODED_BYTES // 2 // max(mean_block_bytes, 1), 1), WINDOW)
+    return min(max(interface.DECODED_BYTES // 2 // max(mean_block_bytes, 1), 1), WINDOW)
 
 
 def max_streams_in_memory(blocks: np.ndarray | None, block_bytes: int) -> int:
@@ -155,7 +163,9 @@ def max_streams_in_memory(blocks: np.ndarray | None, block_bytes: int) -> int:
     if blocks is None:
         return sys.maxsize
     mean_block_bytes = block_bytes // max(int(np.count_nonzero(blocks)), 1)
-    return cache.DECODED_BYTES // max(2 * window_blocks(blocks, block_bytes) * mean_block_bytes, 1)
+    return interface.DECODED_BYTES // max(
+        2 * window_blocks(blocks, block_bytes) * mean_block_bytes, 1
+    )
 
 
 def split_blocks(blocks: np.ndarray, min_blocks: int) -> tuple[np.ndarray, np.ndarray]:
@@ -169,3 +179,57 @@ def split_blocks(blocks: np.ndarray, min_blocks: int) -> tuple[np.ndarray, np.nd
     first = (np.cumsum(blocks) - blocks)[block]
     starts, ends = (first + at * blocks[block] // parts[block] for at in (position, position + 1))
     return starts, ends - starts
+
+
+class WindowShuffle(grain.IterDataset):
+    def __init__(self, parent: grain.IterDataset, window: int, seed: int):
+        super().__init__(parent)
+        self.parent = parent
+        self.window = window
+        self.seed = seed
+
+    def __iter__(self) -> grain.DatasetIterator:
+        return WindowShuffled(iter(self.parent), self.window, self.seed)
+
+
+class WindowShuffled(grain.DatasetIterator):
+    def __init__(self, parent: grain.DatasetIterator, window: int, seed: int):
+        super().__init__(parent)
+        self.parent = parent
+        self.window = window
+        self.seed = seed
+        self.number = -1
+        self.position = 0
+        self.elements: list[Any] = []
+        self.start = parent.get_state()
+
+    def __next__(self) -> Any:
+        if self.position == len(self.elements):
+            self.fill(self.number + 1, self.parent.get_state())
+            if not self.elements:
+                raise StopIteration
+        self.position += 1
+        return self.elements[self.position - 1]
+
+    def fill(self, number: int, start: Any) -> None:
+        self.number = number
+        self.start = start
+        self.position = 0
+        elements = list(islice(self.parent, self.window))
+        order = np.random.default_rng([self.seed, number]).permutation(len(elements))
+        self.elements = [elements[position] for position in order]
+
+    def get_state(self) -> dict[str, Any]:
+        return {"window": self.number, "place": self.position, "parent": self.start}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self.parent.set_state(state["parent"])
+        if state["window"] < 0:
+            self.number = -1
+            self.position = 0
+            self.elements = []
+            self.start = state["parent"]
+        else:
+            self.fill(state["window"], state["parent"])
+            check_position(state["place"], len(self.elements))
+            self.position = state["place"]

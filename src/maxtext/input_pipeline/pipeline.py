@@ -6,6 +6,11 @@ do not fill a last batch unless generate_padding_batch_train is set. Evaluation 
 once, in order, and uses all rows. Each stream reads its own documents, so one may end before
 another. Resuming is exact. A run that has ended and continues with a larger num_epoch may repeat or
 skip a few rows of its last shuffle window.
+
+A Grain dataset of batches as a BatchIterator with a JSON state.
+
+The first batch is read at construction, so that too little data is detected before the model is
+built.
 """
 
 import logging
@@ -22,8 +27,16 @@ from maxtext.configs.types import MaxTextConfig
 from maxtext.input_pipeline.encode import shared_encoder
 from maxtext.input_pipeline.encode_rows import TextEncoder, check_columns
 from maxtext.input_pipeline.formats import Documents, RecordSource
-from maxtext.input_pipeline.grain_batches import GrainBatches
-from maxtext.input_pipeline.interface import ShardSpec, Split, keeps_last
+from maxtext.input_pipeline.interface import (
+    Batch,
+    BatchIterator,
+    ShardSpec,
+    Split,
+    State,
+    keeps_last,
+    seal,
+    unseal,
+)
 from maxtext.input_pipeline.load_documents import (
     MAX_CHUNK_DOCUMENTS,
     BadRecords,
@@ -32,11 +45,63 @@ from maxtext.input_pipeline.load_documents import (
     NothingToLearn,
     documents_per_chunk,
 )
-from maxtext.input_pipeline.order import epoch_order, max_streams_in_memory
-from maxtext.input_pipeline.packing import packing_type, to_batches
+from maxtext.input_pipeline.order import WindowShuffle, epoch_order, max_streams_in_memory
+from maxtext.input_pipeline.packing import num_targets, packing_type, to_batches
 from maxtext.input_pipeline.row_formats import DataSize, RowFormat
-from maxtext.input_pipeline.sequences import num_targets
-from maxtext.input_pipeline.window_shuffle import WindowShuffle
+
+
+class GrainBatches(BatchIterator):
+    """`settings` are those that a position in this dataset is valid for."""
+
+    def __init__(self, dataset: grain.IterDataset, settings: dict[str, Any]):
+        self.dataset = dataset
+        self.settings = settings
+        self.iterator = iter(dataset)
+        # The position after the batch last delivered. It is taken now, since at the end of the data
+        # Grain's flat_map returns one that would skip sequences if a resumed run had more epochs.
+        self.position: State = self.iterator.get_state()
+        self.start = self.position
+        self.first: Batch | None = next(self.iterator, None)
+        self.first_rows = 0 if self.first is None else len(next(iter(self.first.values())))
+
+    def __next__(self) -> Batch:
+        if self.first is None:
+            batch = next(self.iterator)
+        else:
+            batch, self.first = self.first, None
+        self.position = self.iterator.get_state()
+        return batch
+
+    def get_state(self) -> State:
+        return seal(self.settings, self.position)
+
+    def set_state(self, state: State) -> None:
+        self.move(with_tuples(unseal(self.settings, state)))
+
+    def reset(self) -> None:
+        self.move(self.start)
+
+    def move(self, position: State) -> None:
+        # A new iterator each time: some of Grain's iterators keep their buffers when they are
+        # moved to the end.
+        self.iterator.close()
+        self.iterator = iter(self.dataset)
+        self.iterator.set_state(position)
+        self.position, self.first = position, None
+
+    def close(self) -> None:
+        self.iterator.close()
+
+
+def with_tuples(value: Any) -> Any:
+    """Convert lists, which JSON has in place of tuples, to tuples. Grain's concat-then-split
+    compares its slices with tuples, and would drop the document of a list.
+    """
+    if isinstance(value, dict):
+        return {key: with_tuples(entry) for key, entry in value.items()}
+    return (
+        tuple(with_tuples(entry) for entry in value) if isinstance(value, list | tuple) else value
+    )
 
 
 class Tag:

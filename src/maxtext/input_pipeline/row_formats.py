@@ -79,8 +79,7 @@ class SequenceRows(RowFormat):
     ) -> "grain.IterDataset":
         import grain
 
-        from maxtext.input_pipeline.packing import packing_type, to_rows
-        from maxtext.input_pipeline.sequences import ToSequences
+        from maxtext.input_pipeline.packing import ToSequences, packing_type, to_rows
 
         packing, length = packing_type(config), config.max_target_length
         sequences = grain.experimental.FlatMapIterDataset(
@@ -123,8 +122,7 @@ class PairRows(RowFormat):
     ) -> "grain.IterDataset":
         import grain
 
-        from maxtext.input_pipeline.packing import pad_pair
-        from maxtext.input_pipeline.sequences import ToPairs
+        from maxtext.input_pipeline.packing import ToPairs, pad_pair
 
         pairs = grain.experimental.FlatMapIterDataset(chunks, ToPairs())
         return pairs.map(partial(pad_pair, length=config.max_target_length))
@@ -149,8 +147,7 @@ class ScoredPairRows(PairRows):
     ) -> "grain.IterDataset":
         import grain
 
-        from maxtext.input_pipeline.packing import pad_scored_pair
-        from maxtext.input_pipeline.sequences import ToRecords
+        from maxtext.input_pipeline.packing import ToRecords, pad_scored_pair
 
         pairs = grain.experimental.FlatMapIterDataset(chunks, ToRecords())
         return pairs.map(partial(pad_scored_pair, length=config.max_target_length))
@@ -165,8 +162,7 @@ class PromptRows(RowFormat):
     ) -> "grain.IterDataset":
         import grain
 
-        from maxtext.input_pipeline.packing import pad_prompt
-        from maxtext.input_pipeline.sequences import ToRecords
+        from maxtext.input_pipeline.packing import ToRecords, pad_prompt
 
         prompts = grain.experimental.FlatMapIterDataset(chunks, ToRecords())
         return prompts.map(partial(pad_prompt, length=config.max_target_length))

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from maxtext.common.gpu import target_capability
+from maxtext.common.hardware import target_capability
 from maxtext.common.log import log_once
 from maxtext.common.types import Tree
 

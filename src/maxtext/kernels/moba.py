@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from maxtext.kernels.attention.queries import map_queries
+from maxtext.kernels.attention.masks import map_queries
 from maxtext.kernels.attention.topk import topk_mask
 
 

@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from maxtext.common.gpu import is_nvidia, target_capability
+from maxtext.common.hardware import is_nvidia, target_capability
 from maxtext.common.types import Tree
 from maxtext.kernels.decode import small_batch_matmul as decode_matmul
 

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from maxtext.common.gpu import gpu_capability
+from maxtext.common.hardware import gpu_capability
 from maxtext.kernels.attention import (
     AttentionInputs,
     AttentionRequest,

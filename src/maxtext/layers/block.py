@@ -10,12 +10,10 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
-from maxtext.layers.aux_names import ATTENTION_OUTPUT
 from maxtext.layers.context import BuildContext
-from maxtext.layers.dropout import dropout
-from maxtext.layers.inputs import Aux, LayerInputs, Sublayer
+from maxtext.layers.inputs import ATTENTION_OUTPUT, Aux, LayerInputs, Sublayer
 from maxtext.layers.norms import Norm
-from maxtext.layers.parameters import Initializer
+from maxtext.layers.parameters import Initializer, dropout
 from maxtext.layers.specs import LayerSpec
 from maxtext.sharding import constrain
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from maxtext.common.gpu import is_nvidia, target_capability
+from maxtext.common.hardware import is_nvidia, target_capability
 from maxtext.layers.adapters import AdapterSpec
 from maxtext.sharding.rules import AxisRules
 

@@ -33,8 +33,7 @@ from maxtext.kernels.attention import (
     ties_depend_on_length,
     torch_topk_mask,
 )
-from maxtext.layers import aux_names
-from maxtext.layers.inputs import Aux, LayerInputs
+from maxtext.layers.inputs import INDEXER_LOSS, Aux, LayerInputs
 from maxtext.layers.linear import build_linear
 from maxtext.layers.norms import Norm
 from maxtext.layers.parameters import Initializer
@@ -113,9 +112,7 @@ class Indexer(nnx.Module):
             attention = replace(attention, selected=selected)
         if spec.loss_factor == 0:
             return attention, {}
-        return attention, {
-            aux_names.INDEXER_LOSS: spec.loss_factor * kl_divergence(scores, attention)
-        }
+        return attention, {INDEXER_LOSS: spec.loss_factor * kl_divergence(scores, attention)}
 
     def keys(self, x: jax.Array, positions: jax.Array) -> jax.Array:
         """[B, S, D], shared by all indexer heads."""

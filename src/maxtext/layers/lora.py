@@ -29,8 +29,7 @@ from jax.typing import DTypeLike
 
 from maxtext.common.types import Tree
 from maxtext.layers.adapters import GAUSSIAN, AdapterInputs, AdapterSpec, LayerAdapter
-from maxtext.layers.dropout import dropout
-from maxtext.layers.parameters import Initializer, Template
+from maxtext.layers.parameters import Initializer, Template, dropout
 from maxtext.layers.weight_layout import WeightLayout
 
 PREFIX = "lora_"  # of the parameters of adapters

@@ -27,11 +27,10 @@ from maxtext.kernels.attention import (
     AttentionInputs,
     max_logits,
 )
-from maxtext.layers import aux_names
 from maxtext.layers.attention_sharding import attend
 from maxtext.layers.cache import CacheConfig, KVCache, empty_kv_cache, update_cache
 from maxtext.layers.indexer import depends_on_length
-from maxtext.layers.inputs import Aux, LayerInputs, Sublayer
+from maxtext.layers.inputs import MAX_LOGITS, Aux, LayerInputs, Sublayer
 from maxtext.layers.linear import build_linear
 from maxtext.layers.norms import Norm
 from maxtext.layers.parameters import Initializer
@@ -152,7 +151,7 @@ class Mla(Sublayer):
             attention, report = self.indexer(attention, x, query_latent, view[INDEX_KEY], inputs)
             aux |= report
         if spec.report_max_logits:
-            aux = aux | {aux_names.MAX_LOGITS: max_logits(attention)}
+            aux = aux | {MAX_LOGITS: max_logits(attention)}
         context = attend(attention, view.backend(spec.backend, q.shape[1]), self.platform)
         if spec.latent:
             context = jnp.einsum("bshr,rhv->bshv", context, self.up_projections()[1])

@@ -10,10 +10,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from maxtext.layers.context import INFERENCE, BuildContext, choose
-from maxtext.layers.dropout import dropout
 from maxtext.layers.inputs import Aux, LayerInputs, Sublayer
 from maxtext.layers.linear import PackedLinear, build_linear, project
-from maxtext.layers.parameters import Initializer
+from maxtext.layers.parameters import Initializer, dropout
 from maxtext.layers.specs import MlpSpec
 from maxtext.layers.weight_layout import packing_unsupported_reason
 from maxtext.sharding import constrain

@@ -31,9 +31,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from maxtext.kernels.weight_only import QuantizedWeight, dequantize
-from maxtext.layers import aux_names
 from maxtext.layers.adapters import adapter_inputs, use_adapter_inputs
-from maxtext.layers.inputs import Aux, LayerInputs, Sublayer
+from maxtext.layers.inputs import EXPERT_LOAD, LOAD_BALANCE_LOSS, Aux, LayerInputs, Sublayer
 from maxtext.layers.linear import build_linear, order_weight_grads
 from maxtext.layers.lora import align, expert_adapter, layer_scale
 from maxtext.layers.mlp import combine
@@ -315,11 +314,9 @@ class Moe(Sublayer):
     def report(self, routing: Routing, real: jax.Array | None) -> Aux:
         aux: Aux = {}
         if self.spec.balance_weight > 0:
-            aux[aux_names.LOAD_BALANCE_LOSS] = self.spec.balance_weight * load_balance_loss(
-                routing, real
-            )
+            aux[LOAD_BALANCE_LOSS] = self.spec.balance_weight * load_balance_loss(routing, real)
         if self.spec.report_load:
-            aux[aux_names.EXPERT_LOAD] = jnp.sum(
+            aux[EXPERT_LOAD] = jnp.sum(
                 expert_counts(routing.indices, self.spec.router.experts, real), axis=0
             )
         return aux

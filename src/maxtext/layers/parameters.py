@@ -3,6 +3,8 @@
 A `Template` describes a model: its NNX graph and the shape, dtype and logical axes of every
 parameter; no memory is allocated. Steps run on the weights alone, a nested dict, and
 `Template.bind` returns a callable model with them.
+
+Dropout.
 """
 
 import math
@@ -284,3 +286,11 @@ class Template:
         state = jax.tree.map(lambda value: value, self.state)
         nnx.replace_by_pure_dict(state, weights)
         return nnx.merge(self.graph, state)
+
+
+def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
+    """Zeroes a fraction of the values and scales up the rest; the identity without a key."""
+    if key is None or rate == 0.0:
+        return x
+    keep = jax.random.bernoulli(key, 1.0 - rate, x.shape)
+    return jnp.where(keep, x / (1.0 - rate), 0).astype(x.dtype)

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from maxtext.common.errors import ConfigError
 from maxtext.configs.types import MaxTextConfig
-from maxtext.configs.types.architecture import Architecture
+from maxtext.configs.types.derived import Architecture
 from maxtext.layers.specs import AttentionSpec, LayerSpec, MlaSpec, MlpSpec, MoeSpec, RopeSpec
 from maxtext.models.common import mixer_kind
 from maxtext.models.registry import FAMILIES, layers

@@ -10,10 +10,10 @@ from typing import Any
 import jax
 from jax.typing import DTypeLike
 
+from maxtext.kernels import cross_entropy as triton_cross_entropy
 from maxtext.kernels.cross_entropy import tiled_cross_entropy
 from maxtext.kernels.fp8 import cross_entropy as fp8_cross_entropy
 from maxtext.kernels.fp8 import matmul
-from maxtext.kernels.triton import cross_entropy as triton_cross_entropy
 from maxtext.kernels.triton.rowwise import TILE
 from maxtext.layers.context import TRAIN, BuildContext
 from maxtext.layers.linear import order_weight_grads

@@ -6,7 +6,7 @@ from maxtext.common.errors import ConfigError
 from maxtext.configs.problems import Problem, ProblemKind
 from maxtext.configs.rules.parallelism import reorders_tokens
 from maxtext.configs.types import MaxTextConfig
-from maxtext.models import rules_attention, rules_layers, rules_moe, rules_rope
+from maxtext.models import rules_attention, rules_layers
 from maxtext.models.capabilities import Capabilities
 from maxtext.models.rule import LAYER_RULES
 
@@ -16,8 +16,6 @@ __all__ = [
     "layer_needs",
     "rules_attention",
     "rules_layers",
-    "rules_moe",
-    "rules_rope",
 ]
 
 

@@ -5,9 +5,14 @@ learning rate, for the log. The train step calls `clip_by_global_norm` itself, b
 raw norm, too.
 """
 
-from maxtext.optimizers.build import build_optimizer, trainable_mask
-from maxtext.optimizers.clipping import clip_by_global_norm, global_norm
-from maxtext.optimizers.paths import match_patterns, parameter_paths
+from maxtext.optimizers.build import (
+    build_optimizer,
+    clip_by_global_norm,
+    global_norm,
+    match_patterns,
+    parameter_paths,
+    trainable_mask,
+)
 from maxtext.optimizers.schedules import learning_rate_schedule, schedule_steps
 
 __all__ = [

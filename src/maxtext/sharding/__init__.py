@@ -2,7 +2,6 @@
 PartitionSpec.
 """
 
-from maxtext.sharding.mesh import make_mesh
-from maxtext.sharding.rules import AxisRules, constrain, use_rules
+from maxtext.sharding.rules import AxisRules, constrain, make_mesh, use_rules
 
 __all__ = ["AxisRules", "constrain", "make_mesh", "use_rules"]

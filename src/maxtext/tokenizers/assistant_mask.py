@@ -21,10 +21,10 @@ import numpy as np
 
 from maxtext.common.errors import UserError
 from maxtext.common.log import LOGGER
-from maxtext.common.sequences import common_prefix_length
+from maxtext.common.trees import common_prefix_length
 from maxtext.tokenizers.chat import CONTENT_MARK, ChatTemplate, Messages
 from maxtext.tokenizers.interface import Tokenizer
-from maxtext.tokenizers.templates import RenderedTemplate
+from maxtext.tokenizers.template_process import RenderedTemplate
 
 ASSISTANT = "assistant"
 MAX_RENDERINGS = 32  # in one request: together they share the limits on time and memory

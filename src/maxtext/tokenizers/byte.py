@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from maxtext.tokenizers.boundaries import BoundaryDetector, utf8_boundaries
+from maxtext.tokenizers.interface import BoundaryDetector, utf8_boundaries
 from maxtext.tokenizers.text_utils import chars_of_bytes
 
 BYTES = 256

@@ -7,7 +7,7 @@ and `documents` (None unless given), the special tokens by name (bos_token, eos_
 the caller adds.
 
 A template is a program that came with a model. It runs in its own process, with limits on time and
-memory (`templates.py`), so that a faulty or hostile template becomes a one-line error.
+memory (`template_process.py`), so that a faulty or hostile template becomes a one-line error.
 
 The rendered text contains special tokens, including BOS where the template writes it: encode it
 with `encode_with_specials`.
@@ -24,9 +24,13 @@ import numpy as np
 
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.configs.types import MaxTextConfig
-from maxtext.tokenizers.interface import Tokenizer
-from maxtext.tokenizers.templates import RenderedTemplate, TemplateFailure, run_template
-from maxtext.tokenizers.tokenizer_config import ChatTemplateSource, chat_template_entry, read_json
+from maxtext.tokenizers.interface import (
+    ChatTemplateSource,
+    Tokenizer,
+    chat_template_entry,
+    read_json,
+)
+from maxtext.tokenizers.template_process import RenderedTemplate, TemplateFailure, run_template
 
 Messages = Sequence[Mapping[str, Any]]
 # Names of a message's reasoning, which rows and templates choose differently

@@ -19,20 +19,18 @@ from tokenizers import Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
 
 from maxtext.common.errors import ConfigError
-from maxtext.tokenizers.boundaries import (
+from maxtext.tokenizers.interface import (
     ENDS_CHARACTER,
     BoundaryDetector,
     byte_run_boundaries,
     every_boundary,
+    read_chat_template,
+    read_tokenizer_config,
+    special_token_texts,
     utf8_boundaries,
 )
 from maxtext.tokenizers.pretoken_cache import PretokenCache
 from maxtext.tokenizers.text_utils import decode_with_unknown_ids, replace_surrogates
-from maxtext.tokenizers.tokenizer_config import (
-    read_chat_template,
-    read_tokenizer_config,
-    special_token_texts,
-)
 
 MIN_BATCH_CHARS = 2000  # for less, another thread would take longer than the text
 MIN_BATCH_IDS = 1000

@@ -15,13 +15,18 @@ import numpy as np
 
 from maxtext.common.errors import ConfigError
 from maxtext.common.extras import require
-from maxtext.tokenizers.boundaries import ENDS_CHARACTER, BoundaryDetector, utf8_boundaries
+from maxtext.tokenizers.interface import (
+    ENDS_CHARACTER,
+    BoundaryDetector,
+    read_chat_template,
+    read_tokenizer_config,
+    utf8_boundaries,
+)
 from maxtext.tokenizers.text_utils import (
     chars_of_bytes,
     decode_with_unknown_ids,
     replace_surrogates,
 )
-from maxtext.tokenizers.tokenizer_config import read_chat_template, read_tokenizer_config
 
 
 class SentencePieceTokenizer:

@@ -15,7 +15,7 @@ from maxtext.common.errors import ConfigError
 from maxtext.common.extras import require
 from maxtext.common.files import atomic_writer, write_text
 from maxtext.tokenizers.text_utils import replace_surrogates
-from maxtext.tokenizers.tiktoken_encodings import LLAMA3_PATTERN
+from maxtext.tokenizers.tiktoken_file import LLAMA3_PATTERN
 
 PAD, BOS, EOS = "<pad>", "<s>", "</s>"
 MIN_VOCAB_SIZE = 256 + 4  # bytes, special tokens, and SentencePiece's unknown token

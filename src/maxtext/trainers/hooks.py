@@ -9,7 +9,7 @@ import jax
 
 from maxtext.common import hardware
 from maxtext.common.errors import UserError
-from maxtext.common.garbage import freeze_objects
+from maxtext.common.processes import freeze_objects
 from maxtext.configs.types import MaxTextConfig
 from maxtext.diagnostics.jsonl import read_history
 from maxtext.diagnostics.metrics import Record as MetricsRecord

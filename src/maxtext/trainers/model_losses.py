@@ -3,6 +3,11 @@
 A loss over tokens is returned as a sum, to be divided by its token count, so that microbatches of
 unequal token counts add up. Auxiliary losses of layers (load balance, indexer) are not divided by
 tokens.
+
+Functions of logits, computed for a part of the tokens of each row at a time.
+
+The logits of a batch, [B, S, V], may not fit in memory. Arrays [B, S, ...] are split along the
+sequence into tiles [B, S / tiles, ...]. With more than one tile the backward pass recomputes each.
 """
 
 import math
@@ -14,15 +19,44 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from maxtext.common.load_balance import LoadBalancedOrder
 from maxtext.configs.types import MaxTextConfig
-from maxtext.layers import aux_names
-from maxtext.layers.inputs import LayerInputs
+from maxtext.kernels.attention_options import LoadBalancedOrder
+from maxtext.layers.inputs import LOSSES, LayerInputs
 from maxtext.layers.multi_token import count_accepted, mtp_targets
 from maxtext.layers.parameters import Template
 from maxtext.sharding.explicit import auto_sharded
 from maxtext.sharding.state import to_device
-from maxtext.trainers.sequence_tiles import sum_tiles
+
+
+def map_tiles(function: Callable[..., Any], tiles: int, *arrays: jax.Array) -> Any:
+    """function(*arrays), whose results are [B, S, ...]."""
+    if tiles == 1:
+        return function(*arrays)
+    leading = arrays[0].shape[:2]
+    return jax.tree.map(
+        lambda result: result.swapaxes(0, 1).reshape(*leading, *result.shape[3:]),
+        run_tiles(function, tiles, arrays),
+    )
+
+
+def sum_tiles(function: Callable[..., Any], tiles: int, *arrays: jax.Array) -> Any:
+    """function(*arrays), whose results are scalars, sums over all tokens."""
+    if tiles == 1:
+        return function(*arrays)
+    return jax.tree.map(jnp.sum, run_tiles(function, tiles, arrays))
+
+
+def run_tiles(function: Callable[..., Any], tiles: int, arrays: tuple[jax.Array, ...]) -> Any:
+    """The results of all tiles, stacked."""
+    parts = tuple(split_sequence(array, tiles) for array in arrays)
+    return jax.lax.map(jax.checkpoint(lambda part: function(*part)), parts)
+
+
+def split_sequence(x: jax.Array, tiles: int) -> jax.Array:
+    """[B, S, ...] to [tiles, B, S / tiles, ...]."""
+    batch, length, *rest = x.shape
+    return x.reshape(batch, tiles, length // tiles, *rest).swapaxes(0, 1)
+
 
 Batch = dict[str, jax.Array]
 MTP_KEY = 0x6D7470  # folded into the dropout key; layers fold in small indices
@@ -183,7 +217,7 @@ def sum_aux_losses(layer_aux: dict) -> dict[str, jax.Array]:
     totals: dict[str, jax.Array] = {}
     for path, value in jax.tree.leaves_with_path(layer_aux):
         name = path[-1].key
-        if name in aux_names.LOSSES:
+        if name in LOSSES:
             totals[name] = totals.get(name, jnp.float32(0)) + jnp.sum(value)
     return totals
 

@@ -21,11 +21,15 @@ from maxtext.configs.provenance import Source
 from maxtext.configs.types import MaxTextConfig
 from maxtext.input_pipeline import DataStreams
 from maxtext.optimizers import build_optimizer
-from maxtext.trainers.batch_size import batch_size_at
 from maxtext.trainers.checkpointing.init_state import with_reference
 from maxtext.trainers.checkpointing.restore import Start, find_start, frozen_checksum
-from maxtext.trainers.compilation.step_cache import StepCache
-from maxtext.trainers.data_loader import TrainDataLoader, open_eval_streams, open_train_streams
+from maxtext.trainers.compilation.aot import StepCache
+from maxtext.trainers.data_loader import (
+    TrainDataLoader,
+    batch_size_at,
+    open_eval_streams,
+    open_train_streams,
+)
 from maxtext.trainers.memory.usage import FreeMemory, check_state, compile_and_check
 from maxtext.trainers.run_context import RunContext
 from maxtext.trainers.step import TrainState

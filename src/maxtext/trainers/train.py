@@ -20,15 +20,14 @@ from maxtext.configs.derive import run_folder
 from maxtext.configs.startup import configure_process
 from maxtext.configs.types import MaxTextConfig
 from maxtext.diagnostics.metrics import Recorder, make_writers
-from maxtext.diagnostics.stack_trace import stack_traces
-from maxtext.trainers.banner import show_banner
+from maxtext.diagnostics.profiler import stack_traces
+from maxtext.trainers.banner import read_summary, show_banner, stop_signal, summarize
 from maxtext.trainers.checkpointing.export import save_results
 from maxtext.trainers.checkpointing.save import Save, run_and_save
 from maxtext.trainers.hooks import evaluation_hook, standard_hooks
 from maxtext.trainers.loop import Hook, Loop
 from maxtext.trainers.methods import method_of
 from maxtext.trainers.methods.method import NO_USER_CODE, StepSetup, UserCode
-from maxtext.trainers.outcome import read_summary, stop_signal, summarize
 from maxtext.trainers.run_context import RunContext
 from maxtext.trainers.run_setup import RunSetup, write_configuration
 from maxtext.trainers.step import TrainState

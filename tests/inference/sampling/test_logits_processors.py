@@ -9,8 +9,13 @@ import pytest
 
 from maxtext.inference import GenerationRequest, SamplingParams
 from maxtext.inference.engine.sequence import Sequence
-from maxtext.inference.sampling.logits_processors import ProcessorState, process_logits
-from maxtext.inference.sampling.sampler import BatchedSamplingParams, sample, token_keys
+from maxtext.inference.sampling.sampler import (
+    BatchedSamplingParams,
+    ProcessorState,
+    process_logits,
+    sample,
+    token_keys,
+)
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

@@ -8,8 +8,8 @@ from typing import Any
 
 from starlette.requests import Request
 
+from maxtext.inference.server.app import ChatPage
 from maxtext.inference.server.lifecycle import HttpServer, bind
-from maxtext.inference.server.page import ChatPage
 
 USAGE = {"prompt_tokens": 12, "completion_tokens": 34, "total_tokens": 46}
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from maxtext import LLM
-from maxtext.common.descriptors import raise_descriptor_limit
+from maxtext.common.processes import raise_descriptor_limit
 from maxtext.diagnostics.load.client import Client, RequestRecord, Target
 from tests.inference import few_shapes
 from tests.inference.server.local_server import run_server

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from maxtext.cli.batch_requests import BatchLine
+from maxtext.cli.batch import BatchLine
 from maxtext.inference.errors import EngineError
 from maxtext.inference.sampling.params import SamplingParams
 from maxtext.inference.server.errors import ApiError

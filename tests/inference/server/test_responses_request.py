@@ -2,7 +2,7 @@
 
 import pytest
 
-from maxtext.inference.server.conversation import read_items
+from maxtext.inference.server.messages import read_items
 from maxtext.inference.server.protocol import ChatRequest, JsonBody, ResponsesRequest
 from maxtext.inference.validation import RequestError
 

@@ -10,8 +10,8 @@ from maxtext.inference.sampling.params import SamplingParams
 from maxtext.inference.text.detokenizer import Detokenizer
 from maxtext.inference.text.session import visible_token_ids
 from maxtext.tokenizers import ByteTokenizer, open_tokenizer
-from maxtext.tokenizers.boundaries import every_boundary
-from maxtext.tokenizers.token_bytes import text_bytes
+from maxtext.tokenizers.interface import every_boundary
+from maxtext.tokenizers.load import text_bytes
 from tests.tokenizers.tiny import (
     write_bpe,
     write_byte_fallback,

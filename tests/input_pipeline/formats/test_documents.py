@@ -15,8 +15,8 @@ import pytest
 
 from maxtext.common import extras
 from maxtext.common.errors import ConfigError, MissingExtra, UserError
-from maxtext.input_pipeline.formats import BadRecord, cache, kind_of, open_files
-from maxtext.input_pipeline.formats.cache import Cache
+from maxtext.input_pipeline.formats import BadRecord, interface, kind_of, open_files
+from maxtext.input_pipeline.formats.interface import Cache
 from tests.input_pipeline.formats.writers import WRITERS, make_records
 
 
@@ -59,9 +59,9 @@ def test_reads_all_columns_if_none_is_named(written):
 
 def test_threads_read_the_same_records(written, monkeypatch):
     monkeypatch.setattr(
-        cache, "DECODED_BLOCKS", 2
+        interface, "DECODED_BLOCKS", 2
     )  # so that blocks are dropped and decoded again all the time
-    monkeypatch.setattr(cache, "OPEN_FILES", 1)
+    monkeypatch.setattr(interface, "OPEN_FILES", 1)
     paths, kind, records, _ = written
     documents = open_files(paths, kind, ["text", "tokens"], threads=2)
     indices = np.random.default_rng(0).integers(0, 35, 1600).tolist()
@@ -110,8 +110,8 @@ def test_pickles_without_open_files(written):
     assert abs(len(pickle.dumps(documents)) - before) < 200
     check(copy[21], records[21])
     assert copy.files[0].caches is copy.files[1].caches
-    assert copy.files[0].caches.blocks.count == cache.DECODED_BLOCKS
-    assert copy.files[0].caches.files.count == cache.OPEN_FILES
+    assert copy.files[0].caches.blocks.count == interface.DECODED_BLOCKS
+    assert copy.files[0].caches.files.count == interface.OPEN_FILES
 
 
 def test_wrong_column(written):

@@ -9,7 +9,7 @@ import pytest
 
 from maxtext.common.errors import ConfigError
 from maxtext.input_pipeline.formats import BadRecord, jsonl, open_files
-from maxtext.input_pipeline.formats.lines import index_lines
+from maxtext.input_pipeline.formats.files import index_lines
 
 
 def opened(path, data, columns=("text",)):

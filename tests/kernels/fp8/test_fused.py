@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 from jax.ad_checkpoint import checkpoint_name
 
+from maxtext.kernels import cross_entropy as cross_entropy_rows
+from maxtext.kernels import rms_norm as triton_rms_norm
 from maxtext.kernels.cross_entropy import cross_entropy
 from maxtext.kernels.fp8 import fused, matmul, rowwise
 from maxtext.kernels.fp8.cross_entropy import head_cross_entropy
 from maxtext.kernels.fp8.quantize import E4M3, E5M2, quantize_rows
 from maxtext.kernels.quantized_matmul import quantized_matmul
 from maxtext.kernels.rms_norm import rms_norm
-from maxtext.kernels.triton import cross_entropy as cross_entropy_rows
-from maxtext.kernels.triton import rms_norm as triton_rms_norm
 from tests.support.quantized_matmul import matmul as fp8_matmul
 from tests.support.quantized_matmul import problem, run
 

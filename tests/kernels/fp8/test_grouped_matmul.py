@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from maxtext.common.gpu import gpu_capability
+from maxtext.common.hardware import gpu_capability
 from maxtext.kernels import grouped_matmul_hopper
 from maxtext.kernels.fp8.grouped_matmul import grouped_matmul_fp8
 from tests.support.grouped_matmul import SIZES, draw, reference

@@ -17,7 +17,7 @@ from maxtext.checkpoint.open import open_checkpoint
 from maxtext.checkpoint.saved_step import SavedStep
 from maxtext.checkpoint.steps import all_steps
 from maxtext.common.errors import ConfigError, UserError
-from maxtext.trainers import outcome, train
+from maxtext.trainers import banner, train
 from maxtext.trainers.checkpointing import restore
 from maxtext.trainers.hooks import TrainingFailed
 from maxtext.trainers.loop import Hook
@@ -39,7 +39,7 @@ def go(configure, light_compiler, tmp_path, monkeypatch):
     """Train under a name in one folder; the same name resumes the same run. No loss.png is drawn,
     which takes a third of the time of a short run.
     """
-    monkeypatch.setattr(outcome, "save_loss_png", lambda *_, **__: None)
+    monkeypatch.setattr(banner, "save_loss_png", lambda *_, **__: None)
 
     def run(name, *overrides, hooks=()):
         given = {override.partition("=")[0] for override in overrides}
@@ -142,7 +142,7 @@ def test_summary_and_plots_of_a_resumed_run_are_those_of_an_uninterrupted_one(go
     def save(path, steps, losses, eval_points, **_):
         plots[Path(path).parent.name] = (list(steps), list(losses), list(eval_points))
 
-    monkeypatch.setattr(outcome, "save_loss_png", save)
+    monkeypatch.setattr(banner, "save_loss_png", save)
     evaluation = ("eval_interval=2", "eval_steps=1")
     whole = go("whole", "steps=7", *evaluation).summary
     go("parts", "steps=3", "checkpoint_period=3", *evaluation)

@@ -12,13 +12,13 @@ from jax.experimental.compilation_cache import compilation_cache
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.trainers.checkpointing.init_state import initial_state
 from maxtext.trainers.compilation import aot
+from maxtext.trainers.compilation.aot import load_or_compile
 from maxtext.trainers.compilation.compile import (
     OutOfDeviceMemory,
     compile_lowered,
     compiler_options,
     lower_train_step,
 )
-from maxtext.trainers.compilation.step_cache import load_or_compile
 from maxtext.trainers.data_loader import to_devices
 from maxtext.trainers.run_context import RunContext
 

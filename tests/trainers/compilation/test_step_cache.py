@@ -11,8 +11,8 @@ from maxtext.configs.derive import Devices
 from maxtext.configs.sources import from_overrides
 from maxtext.kernels.attention import cudnn
 from maxtext.models.configuration import load
-from maxtext.trainers.compilation import step_cache
-from maxtext.trainers.compilation.step_cache import UNBOUNDED, StepCache, largest_segment_bucket
+from maxtext.trainers.compilation import aot
+from maxtext.trainers.compilation.aot import UNBOUNDED, StepCache, largest_segment_bucket
 from maxtext.trainers.data_loader import DeviceBatch, max_segments
 from maxtext.trainers.run_context import RunContext
 
@@ -46,8 +46,8 @@ def steps(monkeypatch):
         programs.append((rows, context.config.max_segments_per_seq))
         return lambda state, batch, key, program=programs[-1]: program
 
-    monkeypatch.setattr(step_cache, "load_or_compile", load_or_compile)
-    monkeypatch.setattr(step_cache, "largest_segment_bucket", lambda context: 63)
+    monkeypatch.setattr(aot, "load_or_compile", load_or_compile)
+    monkeypatch.setattr(aot, "largest_segment_bucket", lambda context: 63)
 
     def make(*overrides):
         return StepCache(context_of(*overrides)), programs

@@ -3,7 +3,6 @@
 import os
 
 from maxtext.checkpoint import steps
-from maxtext.checkpoint.integrity import verify
 from maxtext.checkpoint.open import (
     Checkpoint,
     model_param_infos,
@@ -13,6 +12,7 @@ from maxtext.checkpoint.open import (
     save_native,
     with_max_positions,
 )
+from maxtext.checkpoint.steps import verify
 from maxtext.checkpoint.tensors import CastTensors, Progress
 from maxtext.checkpoint.weights import ParamInfo, param_dtypes
 from maxtext.common.errors import UserError

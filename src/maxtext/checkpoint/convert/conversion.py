@@ -25,8 +25,7 @@ from maxtext.checkpoint.tensors import (
     unexpected_names,
 )
 from maxtext.checkpoint.weights import ParamInfo
-from maxtext.hf.bound_rule import BoundRule
-from maxtext.hf.rules import Rule
+from maxtext.hf.rules import BoundRule, TensorRule
 
 
 @dataclass(frozen=True)
@@ -88,7 +87,7 @@ def popped(arrays: list[np.ndarray]) -> Iterator[np.ndarray]:
 
 def from_hf(
     source: TensorSource,
-    rules: Iterable[Rule],
+    rules: Iterable[TensorRule],
     param_infos: Mapping[str, ParamInfo],
     ignored: Iterable[str] = (),
     dtype: np.dtype | None = None,
@@ -135,7 +134,7 @@ def from_hf(
 
 def to_hf(
     source: TensorSource,
-    rules: Iterable[Rule],
+    rules: Iterable[TensorRule],
     param_infos: Mapping[str, ParamInfo],
     names: Collection[str] | None = None,
     dtype: np.dtype | None = None,
@@ -197,7 +196,7 @@ def conversion(
     return Conversion(source, steps, exporting, dtype, fixed, tensors)
 
 
-def applicable(rules: Iterable[Rule], shapes: Mapping[str, Shape]) -> list[BoundRule]:
+def applicable(rules: Iterable[TensorRule], shapes: Mapping[str, Shape]) -> list[BoundRule]:
     """Every rule for every layer that has its weights."""
     bounds = (rule.bind(shapes, layer) for rule in rules for layer in rule.layers(shapes))
     return [bound for bound in bounds if bound is not None]

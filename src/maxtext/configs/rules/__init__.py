@@ -1,21 +1,7 @@
 """Cross-checks of a configuration: one module for each module of key groups in `types`."""
 
 from maxtext.configs.problems import Problem
-from maxtext.configs.rules import (
-    attention,
-    checkpointing,
-    data,
-    declared,
-    distillation,
-    fine_tuning,
-    inference,
-    model,
-    moe,
-    multimodal,
-    parallelism,
-    rl,
-    run,
-)
+from maxtext.configs.rules import model, parallelism, rl, run
 from maxtext.configs.rules.rule import DERIVED_RULES, RANGES, RULES
 from maxtext.configs.types import MaxTextConfig, Settings
 

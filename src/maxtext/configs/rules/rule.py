@@ -3,25 +3,31 @@
 A rule reads a subject, such as a loaded configuration, and returns a message that says what to
 change, or None. It is registered for the key that it complains about, so that callers get a
 `Problem` and never have to read the message.
+
+Checks that follow from the declarations of the keys: bounds, choices, and what a key needs.
 """
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+from maxtext.configs import fields
 from maxtext.configs.problems import Problem, ProblemKind
-from maxtext.configs.types import MaxTextConfig, Settings
+from maxtext.configs.types import MaxTextConfig, Settings, declaration
+from maxtext.configs.types.key import Need
 
 SubjectT = TypeVar("SubjectT")
-Check = Callable[[SubjectT], str | None]
+CheckFunction = Callable[[SubjectT], str | None]
 Requirement = str | Callable[[SubjectT], str]
 
 
 @dataclass(frozen=True)
-class Rule(Generic[SubjectT]):
+class Check(Generic[SubjectT]):
+    """A check of settings that complains about a key: `check` returns what is wrong, or None."""
+
     key: str
     kind: ProblemKind
-    check: Check[SubjectT]
+    check: CheckFunction[SubjectT]
 
 
 @dataclass(frozen=True)
@@ -29,7 +35,7 @@ class Rules(Generic[SubjectT]):
     """The rules that read the same kind of subject; `settings` are the settings of a subject."""
 
     settings: Callable[[SubjectT], Settings]
-    rules: list[Rule[SubjectT]] = field(default_factory=list)
+    rules: list[Check[SubjectT]] = field(default_factory=list)
     requirements: dict[str, list[Requirement]] = field(default_factory=dict)  # of inert_unless
 
     def problems(self, subject: SubjectT) -> list[Problem]:
@@ -45,17 +51,19 @@ class Rules(Generic[SubjectT]):
         """What a key needs in order to act, in words."""
         return [words(requirement, subject) for requirement in self.requirements.get(key, ())]
 
-    def add(self, kind: ProblemKind, keys: Iterable[str], check: Callable[[str], Check]) -> None:
+    def add(
+        self, kind: ProblemKind, keys: Iterable[str], check: Callable[[str], CheckFunction]
+    ) -> None:
         """A rule for each key; `check` makes its check."""
-        self.rules.extend(Rule(key, kind, check(key)) for key in keys)
+        self.rules.extend(Check(key, kind, check(key)) for key in keys)
 
     def rule(
         self, key: str, kind: ProblemKind = ProblemKind.CONFLICT
-    ) -> Callable[[Check[SubjectT]], Check[SubjectT]]:
+    ) -> Callable[[CheckFunction[SubjectT]], CheckFunction[SubjectT]]:
         """Register a check that complains about `key`."""
 
-        def register(check: Check[SubjectT]) -> Check[SubjectT]:
-            self.rules.append(Rule(key, kind, check))
+        def register(check: CheckFunction[SubjectT]) -> CheckFunction[SubjectT]:
+            self.rules.append(Check(key, kind, check))
             return check
 
         return register
@@ -71,7 +79,7 @@ class Rules(Generic[SubjectT]):
         `requirement` says in words what the condition asks for, or computes the words.
         """
 
-        def inert_check(key: str) -> Check[SubjectT]:
+        def inert_check(key: str) -> CheckFunction[SubjectT]:
             def check(subject: SubjectT) -> str | None:
                 settings = self.settings(subject)
                 source = settings.source(key)
@@ -108,7 +116,7 @@ def in_range(
 ) -> None:
     """Each key must satisfy low <= value <= high, or be None or one of the special values."""
 
-    def range_check(key: str) -> Check[Settings]:
+    def range_check(key: str) -> CheckFunction[Settings]:
         def check(settings: Settings) -> str | None:
             value = getattr(settings, key)
             if value is None or value in special:
@@ -140,3 +148,22 @@ def is_default(settings: Settings, key: str) -> bool:
     """Whether a key has its default value, whoever set it."""
     default = Settings.model_fields[key].get_default(call_default_factory=True)
     return getattr(settings, key) == default
+
+
+def need_of(name: str | Need) -> Need:
+    """The need of a declaration; a name is that of a key that must be set."""
+    if isinstance(name, Need):
+        return name
+    requirement = f"{name}=true" if bool in fields.members(name) else name
+    return Need(lambda settings: getattr(settings, name), requirement)
+
+
+for _key in Settings.model_fields:
+    _declared = declaration(_key)
+    if _declared.bounds:
+        in_range(_declared.low, _declared.high, _key, special=_declared.special)
+    if _declared.choices:
+        one_of(_key, *_declared.choices)
+    for _name in _declared.needs:
+        _need = need_of(_name)
+        inert_unless(_need.condition, _need.requirement, _key)

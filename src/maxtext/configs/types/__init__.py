@@ -8,16 +8,15 @@ from typing import Self, cast
 from pydantic import PrivateAttr
 
 from maxtext.configs.provenance import Source
-from maxtext.configs.types.architecture import Architecture
 from maxtext.configs.types.attention import *
 from maxtext.configs.types.checkpointing import *
 from maxtext.configs.types.data import *
 from maxtext.configs.types.derived import *
+from maxtext.configs.types.derived import Architecture
 from maxtext.configs.types.diagnostics import *
 from maxtext.configs.types.enums import *
-from maxtext.configs.types.group import Group
 from maxtext.configs.types.inference import *
-from maxtext.configs.types.key import Declaration, declaration_of
+from maxtext.configs.types.key import Declaration, Group, declaration_of
 from maxtext.configs.types.later import *
 from maxtext.configs.types.model import *
 from maxtext.configs.types.moe import *

@@ -4,9 +4,17 @@ from typing import Literal
 
 from pydantic import NonNegativeFloat, NonNegativeInt
 
-from maxtext.configs.types import inert, needs
-from maxtext.configs.types.group import Group
-from maxtext.configs.types.key import INT64_MAX, key
+from maxtext.configs.types import inert
+from maxtext.configs.types.key import (
+    INDEXER_LOSS,
+    INT64_MAX,
+    MLA,
+    PAGED_ATTENTION,
+    PAGED_OR_PREFIX_CACHE,
+    TRAINED_WEIGHTS,
+    Group,
+    key,
+)
 
 
 class Attention(Group):
@@ -103,7 +111,7 @@ class Attention(Group):
         False,
         "After each step, shrink MLA query/key weights of heads whose largest score is over "
         "qk_clip_threshold",
-        needs=needs.TRAINED_WEIGHTS,
+        needs=TRAINED_WEIGHTS,
     )
     qk_clip_threshold: float = key(
         100.0,
@@ -137,34 +145,34 @@ class MlaAttention(Group):
         True,
         "MLA: make the keys and values of every head; false: attend to the small shared "
         "latent itself; the same result",
-        needs=needs.MLA,
+        needs=MLA,
     )
     q_lora_rank: NonNegativeInt = key(
         0,
         "MLA: width of the compressed query latent; 0: queries come straight from the hidden state",
-        needs=needs.MLA,
+        needs=MLA,
     )
     kv_lora_rank: NonNegativeInt = key(
         512,
         "MLA: width of the compressed latent from which keys and values are expanded",
         low=1,
-        needs=needs.MLA,
+        needs=MLA,
     )
     qk_nope_head_dim: NonNegativeInt = key(
-        128, "MLA: query/key dimensions per head that carry no position", needs=needs.MLA
+        128, "MLA: query/key dimensions per head that carry no position", needs=MLA
     )
     qk_rope_head_dim: NonNegativeInt = key(
         64,
         "MLA: query/key dimensions per head that get rotary position; the key part is shared "
         "by all heads",
         low=1,
-        needs=needs.MLA,
+        needs=MLA,
     )
     v_head_dim: NonNegativeInt = key(
         128,
         "MLA: size of one value head, which may differ from the query/key size",
         low=1,
-        needs=needs.MLA,
+        needs=MLA,
     )
 
 
@@ -195,7 +203,7 @@ class AttentionIndexer(Group):
         False,
         "Train the indexer on its top-k keys, together with the model; false: dense warm-up, "
         "which trains the indexer only",
-        needs=needs.INDEXER_LOSS,
+        needs=INDEXER_LOSS,
     )
     indexer_loss_scaling_factor: float = key(
         0.0,
@@ -318,10 +326,10 @@ class PagedAttention(Group):
         64,
         "Pages in the KV-cache pool shared by all requests; attention=paged",
         low=1,
-        needs=needs.PAGED_ATTENTION,
+        needs=PAGED_ATTENTION,
     )
     pagedattn_tokens_per_page: int = key(
-        32, "Tokens stored in one KV-cache page", low=1, needs=needs.PAGED_OR_PREFIX_CACHE
+        32, "Tokens stored in one KV-cache page", low=1, needs=PAGED_OR_PREFIX_CACHE
     )
     pagedattn_pages_per_compute_block: int = key(
         4,
@@ -332,7 +340,7 @@ class PagedAttention(Group):
     pagedattn_max_pages_per_group: int = key(
         -1,
         "Most pages one request may hold; -1: enough for max_target_length",
-        needs=needs.PAGED_OR_PREFIX_CACHE,
+        needs=PAGED_OR_PREFIX_CACHE,
     )
     pagedattn_head_dim_alignment: int = key(
         128,

@@ -4,9 +4,16 @@ from typing import Literal
 
 from pydantic import NonNegativeFloat, NonNegativeInt
 
-from maxtext.configs.types import inert, needs
-from maxtext.configs.types.group import Group
-from maxtext.configs.types.key import INT64_MAX, key
+from maxtext.configs.types import inert
+from maxtext.configs.types.key import (
+    CHECKPOINT_TO_READ,
+    EXPIRING_CHECKPOINTS,
+    INT64_MAX,
+    LOCAL_CHECKPOINTS,
+    QUANTIZED_WEIGHTS,
+    Group,
+    key,
+)
 
 
 class Checkpointing(Group):
@@ -58,14 +65,14 @@ class Checkpointing(Group):
         "Sub-folder into which expired checkpoints are moved instead of deleted; null: delete"
         " in place",
         is_path=True,
-        needs=needs.EXPIRING_CHECKPOINTS,
+        needs=EXPIRING_CHECKPOINTS,
     )
     checkpoint_todelete_full_path: str | None = key(
         None,
         "Full path (often on GCS) to which expired checkpoints are moved, for a later "
         "clean-up; null: delete in place",
         is_path=True,
-        needs=needs.EXPIRING_CHECKPOINTS,
+        needs=EXPIRING_CHECKPOINTS,
     )
     force_unroll: bool = key(
         False,
@@ -82,7 +89,7 @@ class Checkpointing(Group):
         "Where to store the weights after quantizing them for inference; empty: they are not "
         "stored",
         is_path=True,
-        needs=needs.QUANTIZED_WEIGHTS,
+        needs=QUANTIZED_WEIGHTS,
     )
     enable_orbax_v1: bool = key(
         False,
@@ -99,7 +106,7 @@ class Checkpointing(Group):
     source_checkpoint_layout: Literal["orbax", "safetensors"] = key(
         "orbax",
         "File format of the checkpoint being loaded: orbax or safetensors",
-        needs=needs.CHECKPOINT_TO_READ,
+        needs=CHECKPOINT_TO_READ,
     )
     save_checkpoint_on_completion: bool = key(
         True,
@@ -170,12 +177,12 @@ class EmergencyCheckpointing(Group):
         "",
         "Node-local folder (RAM disk or SSD) for the frequent saves; empty: no local tier",
         is_path=True,
-        needs=needs.LOCAL_CHECKPOINTS,
+        needs=LOCAL_CHECKPOINTS,
     )
     local_checkpoint_period: NonNegativeInt = key(
         0,
         "Steps between saves to local_checkpoint_directory; 0: no local saves",
-        needs=needs.LOCAL_CHECKPOINTS,
+        needs=LOCAL_CHECKPOINTS,
     )
     multi_tier_checkpointing_backup_interval_minutes: NonNegativeInt = key(
         0,

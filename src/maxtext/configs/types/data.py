@@ -2,10 +2,17 @@
 
 from typing import Literal
 
-from maxtext.configs.types import inert, needs
+from maxtext.configs.types import inert
 from maxtext.configs.types.enums import DatasetType, TokenizerType
-from maxtext.configs.types.group import Group
-from maxtext.configs.types.key import INT64_MAX, key
+from maxtext.configs.types.key import (
+    INT64_MAX,
+    LOSS_OF_EVALUATION,
+    PACKED_HERE,
+    ROWS_OF_DATA,
+    UNTOKENIZED_DATA,
+    Group,
+    key,
+)
 
 
 class Tokenizer(Group):
@@ -49,17 +56,17 @@ class Tokenizer(Group):
     add_bos: bool = key(
         True,
         "Prepend the beginning-of-sequence token to every document",
-        needs=needs.UNTOKENIZED_DATA,
+        needs=UNTOKENIZED_DATA,
     )
     add_eos: bool = key(
-        True, "Append the end-of-sequence token to every document", needs=needs.UNTOKENIZED_DATA
+        True, "Append the end-of-sequence token to every document", needs=UNTOKENIZED_DATA
     )
     use_truncation: bool = key(
         True,
         "Truncate documents longer than max_target_length; false = continue in further "
         "sequences. Not set: documents of pre-training text are continued, and rows of "
         "fine-tuning are truncated",
-        needs=needs.PACKED_HERE,
+        needs=PACKED_HERE,
     )
     num_vocab_tiling: int = key(
         1,
@@ -86,7 +93,7 @@ class DatasetGeneral(Group):
         0.0,
         "Sequences per device in an evaluation step; 0 = same as per_device_batch_size",
         low=0,
-        needs=needs.LOSS_OF_EVALUATION,
+        needs=LOSS_OF_EVALUATION,
     )
     max_corpus_chars: int = key(
         10000000,
@@ -117,20 +124,20 @@ class DatasetGeneral(Group):
         True,
         "Put several short documents in one sequence; segment ids keep them from attending to"
         " each other",
-        needs=needs.UNTOKENIZED_DATA,
+        needs=UNTOKENIZED_DATA,
     )
     grain_packing_type: Literal["first_fit", "best_fit", "concat_then_split"] = key(
         "first_fit",
         "How documents are packed into sequences: first_fit, best_fit (less padding) or "
         "concat_then_split (no padding)",
-        needs=needs.PACKED_HERE,
+        needs=PACKED_HERE,
     )
     max_segments_per_seq: int = key(
         -1,
         "Most documents packed into one sequence; -1 = no limit",
         low=1,
         special=(-1,),
-        needs=needs.PACKED_HERE,
+        needs=PACKED_HERE,
     )
     num_epoch: int = key(1, "Epochs over the training data; steps may end the run earlier", low=1)
     expansion_factor_real_data: float = key(
@@ -159,7 +166,7 @@ class DatasetGeneral(Group):
     enable_rampup_batch_size: bool = key(
         False,
         "Start training with a small batch and grow it in stages up to per_device_batch_size",
-        needs=needs.ROWS_OF_DATA,
+        needs=ROWS_OF_DATA,
     )
     per_device_batch_size_start: float = key(
         4.0,
@@ -352,7 +359,7 @@ class BadData(Group):
         "cannot be read or have no text; -1 = any number; 0 = the first one stops the run",
         low=0,
         special=(-1,),
-        needs=needs.UNTOKENIZED_DATA,
+        needs=UNTOKENIZED_DATA,
     )
 
 

@@ -2,8 +2,7 @@
 
 from maxtext.configs.types import inert
 from maxtext.configs.types.enums import ProfilerType, XProfTPUPowerTraceMode
-from maxtext.configs.types.group import Group
-from maxtext.configs.types.key import key
+from maxtext.configs.types.key import Group, key
 
 
 class Profiling(Group):

@@ -2,8 +2,7 @@
 
 from maxtext.configs.types import inert
 from maxtext.configs.types.enums import SamplingStrategy
-from maxtext.configs.types.group import Group
-from maxtext.configs.types.key import INT64_MAX, key
+from maxtext.configs.types.key import INT64_MAX, Group, key
 
 
 class InferenceGeneral(Group):

@@ -2,10 +2,9 @@
 
 from typing import Any
 
-from maxtext.configs.types import inert, needs
+from maxtext.configs.types import inert
 from maxtext.configs.types.enums import CustomRule, RematLocation
-from maxtext.configs.types.group import Group
-from maxtext.configs.types.key import key
+from maxtext.configs.types.key import EVALUATION, LOSS_OF_EVALUATION, Group, key
 
 
 class RunControl(Group):
@@ -24,19 +23,19 @@ class RunControl(Group):
         0,
         "Training steps before the first evaluation; from then on, one every eval_interval steps",
         low=0,
-        needs=needs.EVALUATION,
+        needs=EVALUATION,
     )
     custom_mesh_and_rule_for_eval: CustomRule = key(
         CustomRule.DEFAULT,
         "Rules of logical axes for evaluation, from configs/layouts, with the mesh of "
         "training: see custom_mesh_and_rule; empty: those of training",
-        needs=(needs.LOSS_OF_EVALUATION, needs.EVALUATION),
+        needs=(LOSS_OF_EVALUATION, EVALUATION),
     )
     logical_axis_rules_for_eval: Any = key(
         list,
         "Rules of logical axes for evaluation; they replace rules of the same name in "
         "logical_axis_rules",
-        needs=(needs.LOSS_OF_EVALUATION, needs.EVALUATION),
+        needs=(LOSS_OF_EVALUATION, EVALUATION),
     )
 
 

@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
 
-from maxtext.configs.types import inert, needs
+from maxtext.configs.types import inert
 from maxtext.configs.types.enums import (
     DecoderBlockType,
     DType,
@@ -13,8 +13,19 @@ from maxtext.configs.types.enums import (
     QuantizationType,
     RopeType,
 )
-from maxtext.configs.types.group import Group
-from maxtext.configs.types.key import INT64_MAX, key
+from maxtext.configs.types.key import (
+    ENGRAM_LAYERS,
+    EVALUATION,
+    HYPER_CONNECTIONS,
+    INT64_MAX,
+    MTP_LAYERS,
+    NO_ADVANTAGES,
+    NO_PREFERENCES,
+    NO_TEACHER,
+    SCALED_ROPE,
+    Group,
+    key,
+)
 
 
 class DataTypes(Group):
@@ -238,18 +249,18 @@ class MTP(Group):
         0,
         "Extra layers that learn to predict tokens further ahead (DeepSeek-V3 style); 0: none",
         limit=1_000,
-        needs=(needs.NO_TEACHER, needs.NO_PREFERENCES, needs.NO_ADVANTAGES),
+        needs=(NO_TEACHER, NO_PREFERENCES, NO_ADVANTAGES),
     )
     mtp_loss_scaling_factor: NonNegativeFloat = key(
         0.1,
         "Weight of the multi-token-prediction loss when it is added to the main loss",
-        needs=(needs.NO_TEACHER, needs.NO_PREFERENCES, needs.MTP_LAYERS, needs.NO_ADVANTAGES),
+        needs=(NO_TEACHER, NO_PREFERENCES, MTP_LAYERS, NO_ADVANTAGES),
     )
     mtp_eval_target_module: NonNegativeInt = key(
         0,
         "Which extra layer (1 = first) evaluation reports the acceptance rate of; 0: main "
         "model only",
-        needs=(needs.NO_PREFERENCES, needs.MTP_LAYERS, needs.EVALUATION, needs.NO_ADVANTAGES),
+        needs=(NO_PREFERENCES, MTP_LAYERS, EVALUATION, NO_ADVANTAGES),
     )
 
 
@@ -276,7 +287,7 @@ class Logits(Group):
         "Weight of the squared log-sum-exp added per token, which keeps logits from drifting;"
         " 0: off",
         low=0,
-        needs=(needs.NO_PREFERENCES, needs.NO_ADVANTAGES),
+        needs=(NO_PREFERENCES, NO_ADVANTAGES),
     )
 
 
@@ -375,13 +386,13 @@ class YarnRope(Group):
         4096,
         "Context in tokens the model was first trained on, which yarn and llama3.1 scaling extend",
         low=1,
-        needs=needs.SCALED_ROPE,
+        needs=SCALED_ROPE,
     )
     rope_factor: int = key(
         40,
         "Factor by which the original context is extended; used when rope_type is yarn or llama3.1",
         low=1,
-        needs=needs.SCALED_ROPE,
+        needs=SCALED_ROPE,
     )
     beta_fast: int = key(
         32,
@@ -424,7 +435,7 @@ class ManifoldConstrainedHyperConnections(Group):
         20,
         "Row/column normalization passes that make the mHC mixing matrix doubly stochastic",
         limit=10_000,
-        needs=needs.HYPER_CONNECTIONS,
+        needs=HYPER_CONNECTIONS,
     )
 
 
@@ -438,34 +449,34 @@ class Engram(Group):
         8,
         "Independent hashes, each with its own table, for every n-gram length",
         low=1,
-        needs=needs.ENGRAM_LAYERS,
+        needs=ENGRAM_LAYERS,
     )
     engram_head_dim: int = key(
-        1280, "Width of the vector that each Engram head looks up", low=1, needs=needs.ENGRAM_LAYERS
+        1280, "Width of the vector that each Engram head looks up", low=1, needs=ENGRAM_LAYERS
     )
     engram_vocab_bases: list[int] = key(
         list,
         "Least table size for each n-gram length 2..max; each head takes a distinct prime at "
         "or above it",
-        needs=needs.ENGRAM_LAYERS,
+        needs=ENGRAM_LAYERS,
     )
     engram_max_ngram_size: int = key(
         3,
         "Longest n-gram hashed, in tokens; lengths 2 up to this are used",
         low=2,
         limit=1_000,
-        needs=needs.ENGRAM_LAYERS,
+        needs=ENGRAM_LAYERS,
     )
     engram_kernel_size: int = key(
         4,
         "Taps of the dilated causal depthwise convolution after the Engram gate",
         low=1,
-        needs=needs.ENGRAM_LAYERS,
+        needs=ENGRAM_LAYERS,
     )
     engram_seed: int = key(
         0,
         "Seed of the hash multipliers; 10007 x layer is added, so that every layer differs",
         low=0,
         limit=INT64_MAX,
-        needs=needs.ENGRAM_LAYERS,
+        needs=ENGRAM_LAYERS,
     )

@@ -2,9 +2,8 @@
 
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
 
-from maxtext.configs.types import inert, needs
-from maxtext.configs.types.group import Group
-from maxtext.configs.types.key import key
+from maxtext.configs.types import inert
+from maxtext.configs.types.key import TRAINED_WEIGHTS, Group, key
 
 
 class MoEGeneral(Group):
@@ -276,7 +275,7 @@ class DeepSeekMoE(Group):
         0.0,
         "Step by which routed_bias moves toward an even expert load after each update; 0: fixed",
         low=0,
-        needs=needs.TRAINED_WEIGHTS,
+        needs=TRAINED_WEIGHTS,
     )
     mlp_bias: bool = key(False, "Add learned bias vectors to MLPs, and to the experts of gpt-oss")
     n_routing_groups: int = key(

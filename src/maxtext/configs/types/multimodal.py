@@ -1,8 +1,7 @@
 """Image, video and audio inputs."""
 
 from maxtext.configs.types import inert
-from maxtext.configs.types.group import Group
-from maxtext.configs.types.key import key
+from maxtext.configs.types.key import Group, key
 
 
 class MultimodalGeneral(Group):

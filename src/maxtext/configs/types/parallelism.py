@@ -1,11 +1,111 @@
-"""The device mesh, sharding rules, pipelining, and rematerialization."""
+"""The device mesh, sharding rules, pipelining, and rematerialization.
+
+Default sharding: which mesh axes the logical axes use.
+"""
 
 from typing import Any, Literal
 
-from maxtext.configs.types import axis_rules, inert, needs
+from maxtext.configs.types import inert
 from maxtext.configs.types.enums import CustomRule, ReorderStrategy, ShardMode
-from maxtext.configs.types.group import Group
-from maxtext.configs.types.key import key
+from maxtext.configs.types.key import EXPLICIT_SHARDING, Group, key
+
+# [logical axis, [mesh axes]]; several rules of one name are tried in order
+LOGICAL_AXIS_RULES = [
+    ["circular_repeats", []],
+    ["activation_embed_and_logits_batch", ["data", "stage", "fsdp", "fsdp_transpose", "expert"]],
+    [
+        "activation_embed_and_logits_batch_sequence",
+        ["data", "stage", "fsdp", "fsdp_transpose", "context", "expert"],
+    ],
+    ["activation_vocab", ["tensor", "tensor_sequence"]],
+    ["activation_vocab", ["tensor"]],
+    ["activation_vocab", ["tensor_sequence"]],
+    ["vocab", ["tensor", "tensor_sequence", "autoregressive"]],
+    ["embed_vocab", ["fsdp", "fsdp_transpose", "context", "expert"]],
+    ["activation_batch_attn", ["data", "fsdp", "fsdp_transpose", "expert"]],
+    ["activation_input_length_attn", ["tensor_sequence", "context"]],
+    ["activation_heads", ["tensor", "tensor_sequence", "autoregressive"]],
+    ["activation_kv_heads", ["tensor", "tensor_sequence"]],
+    ["activation_length_attn", ["context"]],
+    ["activation_q_length", ["context"]],
+    ["activation_kv_length", []],
+    ["activation_embed_attn", ["tensor"]],
+    ["activation_kv", ["tensor", "tensor_sequence"]],
+    ["activation_kv_batch", ["data", "fsdp", "fsdp_transpose", "expert"]],
+    ["activation_kv_head_dim", ["tensor", "tensor_sequence"]],
+    ["heads", ["tensor", "tensor_sequence", "autoregressive"]],
+    ["q_heads", ["tensor", "tensor_sequence", "autoregressive"]],
+    ["kv_heads", ["tensor", "tensor_sequence", "autoregressive"]],
+    ["qkv", []],
+    ["kv", []],
+    ["kv_head_dim", []],
+    ["q_lora", ["fsdp", "fsdp_transpose", "context", "expert"]],
+    ["q_lora", ["fsdp", "context", "expert"]],
+    ["q_lora_up_proj", []],
+    ["kv_lora", ["fsdp", "fsdp_transpose", "context", "expert"]],
+    ["kv_lora", ["fsdp", "context", "expert"]],
+    ["kv_lora_up_proj", []],
+    ["activation_batch_moe", ["data", "fsdp", "fsdp_transpose", "expert"]],
+    ["activation_length_moe", ["context"]],
+    ["activation_norm_length_moe", ["tensor_sequence", "context"]],
+    ["activation_embed_moe", ["tensor"]],
+    ["activation_mlp_moe", ["tensor", "tensor_sequence"]],
+    ["activation_exp", ["expert"]],
+    ["exp", ["expert"]],
+    ["mlp_moe", ["fsdp_transpose", "tensor", "tensor_sequence", "autoregressive"]],
+    ["embed_moe", ["fsdp", "fsdp_transpose", "context"]],
+    ["embed_moe", ["fsdp", "context"]],
+    ["activation_mlp", ["tensor", "tensor_sequence"]],
+    ["activation_batch", ["data", "fsdp", "fsdp_transpose", "expert"]],
+    ["activation_length", ["context"]],
+    ["activation_norm_length", ["tensor_sequence", "context"]],
+    ["activation_embed", ["tensor"]],
+    ["activation_stage", ["stage"]],
+    ["mlp", ["fsdp_transpose", "tensor", "tensor_sequence", "autoregressive"]],
+    ["gdn_head", ["fsdp_transpose", "tensor", "tensor_sequence", "autoregressive"]],
+    ["embed", ["fsdp", "fsdp_transpose", "context", "expert"]],
+    ["embed", ["fsdp", "context", "expert"]],
+    ["norm", ["tensor"]],
+    ["layers", ["stage"]],
+    ["diloco", []],
+    ["engram_dim", ["tensor"]],
+    ["dense_layers", []],
+    ["moe_layers", []],
+    ["local_layers", []],
+    ["mhc", []],
+    ["prefill_activation_length", ["context"]],
+    ["prefill_activation_norm_length", ["tensor_sequence", "context"]],
+    ["activation_prefill_kv_batch", ["data", "fsdp", "fsdp_transpose", "expert"]],
+    ["decode_batch", ["data", "fsdp", "fsdp_transpose", "expert"]],
+    ["decode_length", []],
+    ["cache_heads", ["autoregressive", "tensor", "tensor_sequence"]],
+    ["paged_kv_heads", ["tensor"]],
+    ["cache_batch_prefill", []],
+    ["cache_batch", []],
+    ["cache_heads_none", []],
+    ["cache_kv", []],
+    ["cache_sequence", []],
+    ["num_pages", []],
+    ["tokens_per_page", []],
+    ["paged_kv_head_dim_size", []],
+    ["mlp_no_fsdp", ["tensor", "tensor_sequence", "autoregressive"]],
+    ["exp_with_fsdp", ["fsdp"]],
+]
+# Mesh axes over which the batch is sharded when it is loaded onto the devices
+DATA_SHARDING = [
+    [
+        "data",
+        "stage",
+        "fsdp",
+        "fsdp_transpose",
+        "context",
+        "context_autoregressive",
+        "tensor",
+        "tensor_sequence",
+        "expert",
+        "autoregressive",
+    ],
+]
 
 
 class HardwareAndMesh(Group):
@@ -120,7 +220,7 @@ class HardwareAndMesh(Group):
         True,
         "Drop mesh axes of size 1 from the array types JAX tracks, so such axes cannot cause "
         "mismatches",
-        needs=needs.EXPLICIT_SHARDING,
+        needs=EXPLICIT_SHARDING,
     )
 
 
@@ -131,12 +231,12 @@ class LayoutAndSharding(Group):
         [],
         "Which mesh axes each logical axis may use: [name, [axes]]; several rules of one name"
         " are tried in order",
-        base=axis_rules.LOGICAL_AXIS_RULES,
+        base=LOGICAL_AXIS_RULES,
     )
     data_sharding: Any = key(
         [],
         "Mesh axes over which the batch is sharded when it is loaded onto the devices",
-        base=axis_rules.DATA_SHARDING,
+        base=DATA_SHARDING,
     )
     context_sharding: str = key(
         "context",

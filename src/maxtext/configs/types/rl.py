@@ -2,9 +2,15 @@
 
 from typing import Any, Literal
 
-from maxtext.configs.types import inert, needs
-from maxtext.configs.types.group import Group
-from maxtext.configs.types.key import key
+from maxtext.configs.types import inert
+from maxtext.configs.types.key import (
+    KL,
+    REWARD_FUNCTIONS,
+    RL_EVALUATION,
+    SAMPLER_CORRECTION,
+    Group,
+    key,
+)
 
 
 class RLHardware(Group):
@@ -274,10 +280,10 @@ class PolicyOptimization(Group):
     kl_estimator: Literal["k1", "k2", "k3"] = key(
         "k3",
         "Of the KL to the reference: k1, k2 or k3, with d = log p_ref - log p: e^d - d - 1",
-        needs=("use_grpo", needs.KL),
+        needs=("use_grpo", KL),
     )
     kl_correction: bool = key(
-        False, "Multiply the KL estimate by the importance ratio", needs=("use_grpo", needs.KL)
+        False, "Multiply the KL estimate by the importance ratio", needs=("use_grpo", KL)
     )
     dual_clip: float | None = key(
         None,
@@ -297,7 +303,7 @@ class PolicyOptimization(Group):
         2.0,
         "Largest weight of sampler_correction",
         low=1,
-        needs=("use_grpo", needs.SAMPLER_CORRECTION),
+        needs=("use_grpo", SAMPLER_CORRECTION),
     )
     sampler_trainer_tolerance: float | None = key(
         None,
@@ -325,7 +331,7 @@ class PolicyOptimization(Group):
     reward_functions: list[str] = key(
         list,
         "Names of functions in reward_functions_path, whose rewards are summed",
-        needs=("use_grpo", needs.REWARD_FUNCTIONS),
+        needs=("use_grpo", REWARD_FUNCTIONS),
     )
     reward_weights: list[float] | None = key(
         None, "Factors of the reward functions, in their order; null = 1 each", needs="use_grpo"
@@ -348,7 +354,7 @@ class PolicyOptimization(Group):
         "Problems of the evaluation that are sampled at a time; -1 = all",
         low=1,
         special=(-1,),
-        needs=("use_grpo", needs.RL_EVALUATION),
+        needs=("use_grpo", RL_EVALUATION),
     )
     dataset_processor_path: str = key(
         "",
@@ -385,7 +391,7 @@ class RLDataset(Group):
         needs="use_grpo",
     )
     test_batch_start_index: int = key(
-        0, "Row of the evaluation data where evaluation begins", low=0, needs=needs.RL_EVALUATION
+        0, "Row of the evaluation data where evaluation begins", low=0, needs=RL_EVALUATION
     )
     train_fraction: float = key(
         1.0,

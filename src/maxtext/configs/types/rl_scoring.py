@@ -2,9 +2,7 @@
 
 from typing import Any, Literal
 
-from maxtext.configs.types import needs
-from maxtext.configs.types.group import Group
-from maxtext.configs.types.key import key
+from maxtext.configs.types.key import RL_EVALUATION, Group, key
 
 
 class RLEvaluation(Group):
@@ -14,18 +12,18 @@ class RLEvaluation(Group):
         "greedy",
         "How responses are sampled in evaluation: greedy, standard, liberal or a name in "
         "generation_configs",
-        needs=needs.RL_EVALUATION,
+        needs=RL_EVALUATION,
     )
     generation_configs: dict[str, Any] = key(
         dict,
         "Named ways to sample: each name maps to eval_temperature, eval_top_k and eval_top_p",
-        needs=needs.RL_EVALUATION,
+        needs=RL_EVALUATION,
     )
     num_eval_passes: int = key(
         1,
         "Responses to each problem of the evaluation; eval_mode combines them",
         low=1,
-        needs=needs.RL_EVALUATION,
+        needs=RL_EVALUATION,
     )
     eval_corr_lst: bool = key(
         False,
@@ -36,13 +34,13 @@ class RLEvaluation(Group):
     eval_make_lst: bool = key(
         False,
         "Write problems with their answers and responses to evaluation.jsonl; see eval_corr_lst",
-        needs=needs.RL_EVALUATION,
+        needs=RL_EVALUATION,
     )
     eval_mode: Literal["pass", "maj", "pass_at_1"] = key(
         "pass",
         "How the responses to a problem count: pass (any is right), maj (the most frequent "
         "answer), pass_at_1 (the share that is right)",
-        needs=needs.RL_EVALUATION,
+        needs=RL_EVALUATION,
     )
 
 

@@ -6,8 +6,7 @@ from typing import Literal
 from pydantic import field_validator
 
 from maxtext.configs.types import inert
-from maxtext.configs.types.group import Group
-from maxtext.configs.types.key import key
+from maxtext.configs.types.key import Group, key
 
 
 class RunInfo(Group):

@@ -4,10 +4,33 @@ from typing import Any, Literal
 
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
 
-from maxtext.configs.types import inert, needs
+from maxtext.configs.types import inert
 from maxtext.configs.types.enums import LearningRateScheduleType, OptimizerType, WsdDecayStyle
-from maxtext.configs.types.group import Group
-from maxtext.configs.types.key import INT64_MAX, key
+from maxtext.configs.types.key import (
+    A_TEACHER,
+    ADAPTERS,
+    EVALUATION,
+    FEATURE_LOSS,
+    FINE_TUNING,
+    FINE_TUNING_OR_TEACHER,
+    FOUR_BIT_BASE,
+    INT64_MAX,
+    LORA_IF_ENABLED,
+    LOSS_OF_EVALUATION,
+    NEW_ADAPTERS,
+    NO_GKD,
+    NOT_ORPO,
+    ORPO,
+    PAIRS,
+    REFERENCE,
+    REWARD_MODEL,
+    RUNNING_TEACHER,
+    SAMPLED_COMPLETIONS,
+    SIMPO,
+    SMOOTHED_LOSS,
+    Group,
+    key,
+)
 
 
 class TrainingLoop(Group):
@@ -34,13 +57,13 @@ class TrainingLoop(Group):
         "Batches in one evaluation; -1 = the whole evaluation set",
         low=1,
         special=(-1,),
-        needs=(needs.LOSS_OF_EVALUATION, needs.EVALUATION),
+        needs=(LOSS_OF_EVALUATION, EVALUATION),
     )
     target_eval_loss: float = key(
         0.0,
         "Stop training once the evaluation loss is at or below this; 0 = never stop early",
         low=0,
-        needs=(needs.LOSS_OF_EVALUATION, needs.EVALUATION),
+        needs=(LOSS_OF_EVALUATION, EVALUATION),
     )
     abort_on_nan_loss: bool = key(
         True,
@@ -209,13 +232,13 @@ class FineTuning(Group):
         "Assumed share of wrongly ordered preference pairs, 0 to 1; 0 = trust every label",
         low=0,
         high=1,
-        needs=("use_dpo", needs.SMOOTHED_LOSS),
+        needs=("use_dpo", SMOOTHED_LOSS),
     )
     dpo_beta: float = key(
         0.1,
         "Strength of the DPO regularization toward the reference model; larger stays closer to it",
         low=0,
-        needs=("use_dpo", needs.NOT_ORPO),
+        needs=("use_dpo", NOT_ORPO),
     )
     use_sft: bool = key(
         False,
@@ -233,7 +256,7 @@ class FineTuning(Group):
         "Your function that turns a record into a row: package.module.function or "
         "file.py:function; empty = none",
         is_path=True,
-        needs=needs.FINE_TUNING,
+        needs=FINE_TUNING,
     )
     formatting_func_kwargs: dict = key(
         dict,
@@ -259,25 +282,25 @@ class Preferences(Group):
         needs="use_dpo",
     )
     orpo_lambda: float = key(
-        0.1, "Weight of the odds-ratio term of dpo_loss_type=orpo", low=0, needs=needs.ORPO
+        0.1, "Weight of the odds-ratio term of dpo_loss_type=orpo", low=0, needs=ORPO
     )
     simpo_gamma: float = key(
         0.5,
         "Target margin between the rewards of chosen and rejected of dpo_loss_type=simpo",
-        needs=needs.SIMPO,
+        needs=SIMPO,
     )
     max_prompt_length: int | None = key(
         None,
         "Longest prompt of a preference pair, in tokens, whose end is kept; null: half of "
         "max_target_length for a pair that does not fit",
         low=1,
-        needs=needs.PAIRS,
+        needs=PAIRS,
     )
     precompute_reference_logps: bool = key(
         False,
         "Compute the log-probabilities of the reference once, before training, and free its "
         "weights",
-        needs=("use_dpo", needs.REFERENCE),
+        needs=("use_dpo", REFERENCE),
     )
 
 
@@ -293,7 +316,7 @@ class RewardModeling(Group):
         0.0,
         "Weight of the squared sum of the two rewards of a pair, which keeps rewards around zero",
         low=0,
-        needs=needs.REWARD_MODEL,
+        needs=REWARD_MODEL,
     )
 
 
@@ -304,7 +327,7 @@ class Adapters(Group):
         None,
         "false: train no adapters, whatever the lora_* keys say; null: as lora_rank and "
         "lora_restore_path say",
-        needs=needs.LORA_IF_ENABLED,
+        needs=LORA_IF_ENABLED,
     )
     lora_rank: NonNegativeInt = key(
         0, "Rank of the LoRA adapters that are trained instead of the weights; 0: none"
@@ -313,44 +336,44 @@ class Adapters(Group):
         0.0,
         "LoRA scale: alpha / rank, or alpha / sqrt(rank) with lora_use_rslora; 0: the rank",
         low=0,
-        needs=needs.ADAPTERS,
+        needs=ADAPTERS,
     )
     lora_module_path: str = key(
         "",
         "Pattern over the paths of weights that get an adapter, e.g. .*attention.*; empty: "
         "see lora_target_modules",
-        needs=needs.NEW_ADAPTERS,
+        needs=NEW_ADAPTERS,
     )
     lora_target_modules: str | list[str] | None = key(
         None,
         "Modules with adapters, as PEFT names them: a list, all-linear, or a pattern; null: "
         "all projections of attention and MLPs",
-        needs=needs.NEW_ADAPTERS,
+        needs=NEW_ADAPTERS,
     )
     lora_dropout: float = key(
-        0.0, "Dropout on the input of the adapters", low=0, high=0.99, needs=needs.ADAPTERS
+        0.0, "Dropout on the input of the adapters", low=0, high=0.99, needs=ADAPTERS
     )
-    lora_use_rslora: bool = key(False, "Scale adapters by alpha / sqrt(rank)", needs=needs.ADAPTERS)
+    lora_use_rslora: bool = key(False, "Scale adapters by alpha / sqrt(rank)", needs=ADAPTERS)
     lora_use_dora: bool = key(
         False,
         "DoRA: learn the magnitude of each output apart from its direction",
-        needs=needs.ADAPTERS,
+        needs=ADAPTERS,
     )
     lora_init: Literal["kaiming", "gaussian"] = key(
         "kaiming",
         "Start of the matrices A: kaiming (uniform, as PEFT) or gaussian; B starts at 0",
-        needs=needs.NEW_ADAPTERS,
+        needs=NEW_ADAPTERS,
     )
     lora_weight_qtype: Literal["int8", "int4", "nf4"] | None = key(
         None,
         "QLoRA: format of the frozen base weights, int8, int4 or nf4; null: weight_dtype",
-        needs=needs.ADAPTERS,
+        needs=ADAPTERS,
     )
     lora_tile_size: int = key(
         64,
         "Weights that share a scale in int4 and nf4, along the inputs",
         low=1,
-        needs=needs.FOUR_BIT_BASE,
+        needs=FOUR_BIT_BASE,
     )
     lora_restore_path: str = key(
         "", "PEFT adapter to start from; its settings override the lora_* keys", is_path=True
@@ -366,7 +389,7 @@ class Distillation(Group):
     student_overrides: dict[str, Any] = key(
         dict,
         "Config keys and values that apply to the student model only, such as model_name",
-        needs=needs.A_TEACHER,
+        needs=A_TEACHER,
     )
     teacher_overrides: dict[str, Any] = key(
         dict,
@@ -384,68 +407,68 @@ class Distillation(Group):
         "Weight of the teacher KL term, 0 to 1; the true-label loss gets the rest",
         low=0,
         high=1,
-        needs=(needs.A_TEACHER, needs.NO_GKD),
+        needs=(A_TEACHER, NO_GKD),
     )
     distill_temperature: float = key(
         1.0,
         "Softens teacher and student probabilities before the KL; the KL is scaled by its square",
-        needs=needs.A_TEACHER,
+        needs=A_TEACHER,
     )
     distill_beta: float = key(
         0.0,
         "Weight of the feature loss between the attention outputs of student and teacher "
         "layers; 0 = off",
         low=0,
-        needs=(needs.RUNNING_TEACHER, needs.NO_GKD),
+        needs=(RUNNING_TEACHER, NO_GKD),
     )
     distill_feature_loss_type: Literal["cosine", "l2"] = key(
         "cosine",
         "Distance between student and teacher features: cosine or l2; needs distill_beta > 0",
-        needs=needs.FEATURE_LOSS,
+        needs=FEATURE_LOSS,
     )
     distill_layer_indices: None | list = key(
         None,
         "Layers whose attention outputs enter the feature loss; none = all, of equally deep models",
-        needs=needs.FEATURE_LOSS,
+        needs=FEATURE_LOSS,
     )
     distill_alpha_end: float | None = key(
         None,
         "Value distill_alpha reaches at the last step of its schedule; none = keep the start value",
         low=0,
         high=1,
-        needs=(needs.A_TEACHER, needs.NO_GKD),
+        needs=(A_TEACHER, NO_GKD),
     )
     distill_alpha_schedule: Literal["constant", "linear", "cosine"] = key(
         "constant",
         "Path from distill_alpha to distill_alpha_end: constant, linear or cosine",
-        needs=(needs.A_TEACHER, needs.NO_GKD),
+        needs=(A_TEACHER, NO_GKD),
     )
     distill_temperature_end: float | None = key(
         None,
         "Value distill_temperature reaches at the last step; none = keep the start value",
-        needs=needs.A_TEACHER,
+        needs=A_TEACHER,
     )
     distill_temperature_schedule: Literal["constant", "linear", "cosine"] = key(
         "constant",
         "Path from distill_temperature to distill_temperature_end: constant, linear or cosine",
-        needs=needs.A_TEACHER,
+        needs=A_TEACHER,
     )
     distill_beta_end: float | None = key(
         None,
         "Value distill_beta reaches at the last step of its schedule; none = keep the start value",
         low=0,
-        needs=(needs.RUNNING_TEACHER, needs.NO_GKD),
+        needs=(RUNNING_TEACHER, NO_GKD),
     )
     distill_beta_schedule: Literal["constant", "linear", "cosine"] = key(
         "constant",
         "Path from distill_beta to distill_beta_end: constant, linear or cosine",
-        needs=(needs.RUNNING_TEACHER, needs.NO_GKD),
+        needs=(RUNNING_TEACHER, NO_GKD),
     )
     learn_to_init_mode: bool = key(
         False,
         "Train maps from the teacher's attention weights to the student's, instead of these: "
         "learn to init",
-        needs=needs.RUNNING_TEACHER,
+        needs=RUNNING_TEACHER,
     )
     lti_use_general_linear_map: bool = key(
         False,
@@ -456,18 +479,18 @@ class Distillation(Group):
         dict,
         "Pattern of teacher parameters to the path of the student's: weights copied before "
         "training",
-        needs=needs.RUNNING_TEACHER,
+        needs=RUNNING_TEACHER,
     )
     distill_student_weights_share_map: dict[str, Any] = key(
         dict,
         "Pattern of student parameters to another path of the student, which uses the same weights",
-        needs=needs.RUNNING_TEACHER,
+        needs=RUNNING_TEACHER,
     )
     student_params_to_update: None | list = key(
         None,
         "Name patterns of the parameters that distillation and fine-tuning train; none = all "
         "of them",
-        needs=needs.FINE_TUNING_OR_TEACHER,
+        needs=FINE_TUNING_OR_TEACHER,
     )
 
 
@@ -478,7 +501,7 @@ class GeneralizedDistillation(Group):
         False,
         "Minimize the generalized Jensen-Shannon divergence from the teacher instead of KL "
         "and true labels",
-        needs=needs.RUNNING_TEACHER,
+        needs=RUNNING_TEACHER,
     )
     gkd_lambda: float = key(
         0.5,
@@ -498,7 +521,7 @@ class GeneralizedDistillation(Group):
     gkd_max_new_tokens: PositiveInt = key(
         128,
         "Most tokens of a sampled completion; max_target_length limits them, too",
-        needs=needs.SAMPLED_COMPLETIONS,
+        needs=SAMPLED_COMPLETIONS,
     )
     gkd_seq_kd: bool = key(
         False,

@@ -18,8 +18,11 @@ from maxtext.adapters.serving import LoadedAdapter
 from maxtext.inference.engine import shapes
 from maxtext.inference.engine.batches import (
     MAX_DECODE_STEPS,
+    NO_TOKEN,
+    NONFINITE_LOGITS,
     STATIC_DECODE_STEPS,
     PrefilledPrompt,
+    Sampled,
     chunk_offsets,
 )
 from maxtext.inference.engine.cache_config import (
@@ -29,7 +32,6 @@ from maxtext.inference.engine.cache_config import (
     make_cache_config,
     prefill_chunk_size,
 )
-from maxtext.inference.engine.engine_state import NO_TOKEN, NONFINITE_LOGITS, Sampled
 from maxtext.inference.engine.executor import Executor
 from maxtext.inference.engine.programs import Programs
 from maxtext.inference.engine.scheduler import Chunks, Scheduler

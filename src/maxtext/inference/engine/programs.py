@@ -23,11 +23,14 @@ import jax.numpy as jnp
 
 from maxtext.common.trees import flatten_dict, unflatten_dict
 from maxtext.configs.types import MaxTextConfig
-from maxtext.inference.engine.batches import MAX_DECODE_STEPS, DecodeBatch, ForkBatch, PrefillBatch
-from maxtext.inference.engine.engine_state import (
+from maxtext.inference.engine.batches import (
+    MAX_DECODE_STEPS,
     NO_TOKEN,
     NONFINITE_LOGITS,
+    DecodeBatch,
     EngineState,
+    ForkBatch,
+    PrefillBatch,
     Sampled,
     start_slots,
 )
@@ -39,11 +42,16 @@ from maxtext.inference.engine.model_runner import (
     select_caches,
 )
 from maxtext.inference.engine.program_cache import Compilation, ProgramCache
-from maxtext.inference.sampling.grammar_batch import ALL_TOKENS, INACTIVE, mask_logits
-from maxtext.inference.sampling.logits_processors import ProcessorState, process_logits
+from maxtext.inference.sampling.grammar import ALL_TOKENS, INACTIVE, mask_logits
 from maxtext.inference.sampling.logprobs import NONE, Logprobs, compute_logprobs, prompt_logprobs
 from maxtext.inference.sampling.params import SamplingMode
-from maxtext.inference.sampling.sampler import BatchedSamplingParams, sample, token_keys
+from maxtext.inference.sampling.sampler import (
+    BatchedSamplingParams,
+    ProcessorState,
+    process_logits,
+    sample,
+    token_keys,
+)
 from maxtext.layers.cache import CacheConfig
 from maxtext.layers.context import REFERENCE, BuildContext
 from maxtext.layers.inputs import LayerInputs

@@ -1,12 +1,17 @@
-"""The endpoints of the server."""
+"""The endpoints of the server.
+
+The chat page: the files of `page/` as one document, with a policy that allows nothing else.
+"""
 
 import asyncio
+import html
 import json
+import secrets
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from importlib import metadata
+from importlib import metadata, resources
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,13 +24,13 @@ from starlette.routing import Match, Route
 from maxtext.common.errors import UserError
 from maxtext.common.log import LOGGER
 from maxtext.inference.errors import EngineError
-from maxtext.inference.server.active_request import ActiveRequest
 from maxtext.inference.server.adapters import AdapterUpdates
 from maxtext.inference.server.allowed_hosts import HostMiddleware, OriginMiddleware
 from maxtext.inference.server.completions_writer import CompletionsWriter
 from maxtext.inference.server.errors import NOT_FOUND, SERVER_ERROR, ApiError
 from maxtext.inference.server.events import (
     CLIENT_CLOSED_REQUEST,
+    ActiveRequest,
     EventStreamResponse,
     error_response,
     json_response,
@@ -38,7 +43,6 @@ from maxtext.inference.server.middleware import (
     RequestMiddleware,
 )
 from maxtext.inference.server.model import ServedModel
-from maxtext.inference.server.page import ChatPage
 from maxtext.inference.server.protocol import (
     DetokenizeRequest,
     JsonBody,
@@ -49,6 +53,52 @@ from maxtext.inference.server.protocol import (
 from maxtext.inference.server.request_parser import ApiRequest, RequestParser
 from maxtext.inference.server.responses_writer import ResponsesWriter
 from maxtext.inference.text.session import PreparedRequest
+
+FILE = "index.html"
+# Placeholders in the file, and what is filled in for every response.
+PARTS = {"__STYLE__": "style.css", "__MARKDOWN__": "markdown.js", "__APP__": "app.js"}
+NONCE, SERVER_INFO = "__NONCE__", "__SERVER__"
+HEADERS = {
+    "Cache-Control": "no-store",  # a nonce is for one response
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+
+
+class ChatPage:
+    """The page of a server. `server_info` is what the page must know before its first request:
+    whether a key is needed, and the defaults of sampling.
+    """
+
+    def __init__(self, server_info: Mapping[str, Any]):
+        folder = resources.files(__package__).joinpath("page")
+        source = folder.joinpath(FILE).read_text(encoding="utf-8")
+        for placeholder, name in PARTS.items():
+            text = folder.joinpath(name).read_text(encoding="utf-8")
+            source = source.replace(placeholder, f"\n{text}")
+        self.template = source.replace(SERVER_INFO, html.escape(json.dumps(server_info)))
+
+    async def respond(self, request: Request) -> Response:
+        nonce = secrets.token_urlsafe(16)
+        headers = {**HEADERS, "Content-Security-Policy": content_security_policy(nonce)}
+        return Response(self.template.replace(NONCE, nonce), 200, headers, media_type="text/html")
+
+
+def content_security_policy(nonce: str) -> str:
+    """Only the script and the style with this nonce, and requests to this server alone."""
+    return "; ".join(
+        [
+            "default-src 'none'",
+            "connect-src 'self'",
+            "img-src 'self' data: blob:",
+            f"style-src 'self' 'nonce-{nonce}'",
+            f"script-src 'nonce-{nonce}'",
+            "base-uri 'none'",
+            "form-action 'none'",
+            "frame-ancestors 'none'",
+        ]
+    )
+
 
 BODY_SECONDS = 30.0  # to receive a body
 MAX_IGNORED_SHOWN = 20  # names of fields in a header

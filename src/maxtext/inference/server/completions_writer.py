@@ -11,13 +11,12 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
-from maxtext.common.sequences import common_prefix_length
+from maxtext.common.trees import common_prefix_length
 from maxtext.inference.requests import Completion, CompletionDelta
 from maxtext.inference.sampling.grammar import FAILURE
 from maxtext.inference.sampling.logprobs import TokenLogprobs
-from maxtext.inference.server.active_request import ActiveRequest
 from maxtext.inference.server.errors import FINISH_REASONS, SERVER_ERROR, ApiError
-from maxtext.inference.server.events import DONE, encode_event, encode_json
+from maxtext.inference.server.events import DONE, ActiveRequest, encode_event, encode_json
 from maxtext.inference.server.messages import MessageBuilder
 from maxtext.inference.server.model import ServedModel, new_id
 from maxtext.inference.server.request_parser import ApiRequest

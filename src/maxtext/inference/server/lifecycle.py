@@ -14,7 +14,7 @@ from typing import Any
 
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.common.extras import require
-from maxtext.common.garbage import freeze_objects
+from maxtext.common.processes import freeze_objects
 from maxtext.inference.server.errors import SERVER_ERROR, ApiError
 from maxtext.inference.server.events import error_response
 

@@ -15,7 +15,7 @@ from maxtext.inference.server.errors import NOT_FOUND, ApiError
 from maxtext.inference.validation import RequestError, shorten
 from maxtext.tokenizers import ChatTemplate, Tokenizer
 from maxtext.tokenizers.chat import RESERVED_VARIABLES
-from maxtext.tokenizers.token_bytes import concatenates, text_bytes
+from maxtext.tokenizers.load import concatenates, text_bytes
 
 # Fields of generation_config.json that are defaults of requests.
 SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")

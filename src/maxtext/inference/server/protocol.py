@@ -13,7 +13,6 @@ from typing import Annotated, Any, ClassVar, TypeVar
 from pydantic import AfterValidator, Field, PlainValidator, ValidationError, model_validator
 
 from maxtext.inference.sampling.params import SamplingParams
-from maxtext.inference.server.conversation import MAX_DEPTH, Message, parse_messages, read_items
 from maxtext.inference.server.fields import (
     NEUTRAL_VALUES,
     SAMPLING_FIELDS,
@@ -30,6 +29,7 @@ from maxtext.inference.server.fields import (
     marked_fields,
     request_error,
 )
+from maxtext.inference.server.messages import MAX_DEPTH, Message, parse_messages, read_items
 from maxtext.inference.server.model import is_request_id
 from maxtext.inference.server.tools import (
     ToolOptions,

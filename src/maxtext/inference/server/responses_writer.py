@@ -6,9 +6,8 @@ from contextlib import aclosing
 from typing import Any
 
 from maxtext.inference.requests import Completion
-from maxtext.inference.server.active_request import ActiveRequest
 from maxtext.inference.server.completions_writer import Json, finish
-from maxtext.inference.server.events import encode_json
+from maxtext.inference.server.events import ActiveRequest, encode_json
 from maxtext.inference.server.model import ServedModel, new_id
 from maxtext.inference.server.request_parser import ApiRequest
 from maxtext.inference.text.parsers.message_parser import MessageDelta

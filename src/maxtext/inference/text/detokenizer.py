@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from maxtext.common.sequences import common_prefix_length
+from maxtext.common.trees import common_prefix_length
 from maxtext.inference.requests import ReasoningSpan
 from maxtext.tokenizers import Tokenizer
 

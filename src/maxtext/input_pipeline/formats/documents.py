@@ -2,6 +2,9 @@
 
 Before training starts, several threads open every file to check its kind, index and columns. The
 problems of all files are reported together.
+
+kind=text: a file is one document, for any name of its column. Bytes that are not UTF-8 become
+U+FFFD.
 """
 
 import contextlib
@@ -9,22 +12,68 @@ import copy
 import os
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import lru_cache
 from itertools import accumulate
 
 import numpy as np
 
 from maxtext.common.errors import ConfigError
-from maxtext.input_pipeline.formats.array_record import ArrayRecords
-from maxtext.input_pipeline.formats.arrow import ArrowRows
-from maxtext.input_pipeline.formats.cache import Caches
+from maxtext.input_pipeline.formats.example import ArrayRecords, TfRecords
 from maxtext.input_pipeline.formats.files import wrong_content
-from maxtext.input_pipeline.formats.interface import BadFile, Record, RecordSource, check_index
+from maxtext.input_pipeline.formats.interface import (
+    BadFile,
+    Caches,
+    Record,
+    RecordSource,
+    check_index,
+    missing_file_error,
+)
 from maxtext.input_pipeline.formats.jsonl import JsonLines, TextLines
-from maxtext.input_pipeline.formats.parquet import ParquetRows
-from maxtext.input_pipeline.formats.text import TextFiles
-from maxtext.input_pipeline.formats.tfrecord import TfRecords
+from maxtext.input_pipeline.formats.tables import ArrowRows, ParquetRows
+
+
+class TextFiles:
+    """All files as one source: there may be many, and only their sizes are needed."""
+
+    blocks = None
+
+    def __init__(self, paths: Sequence[str], columns: Sequence[str], executor: Executor):
+        self.paths, self.names = list(paths), list(columns) or ["text"]
+        try:
+            self.sizes = np.fromiter(
+                executor.map(os.path.getsize, self.paths), np.int64, len(self.paths)
+            )
+        except OSError as error:
+            raise ConfigError(f"{error.filename} cannot be read ({error.strerror})") from error
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, index: int) -> Record:
+        check_index(index, len(self))
+        # Read as bytes, since text mode would rewrite line ends.
+        try:
+            with open(self.paths[index], "rb") as file:
+                text = file.read().decode("utf-8", errors="replace")
+        except OSError as error:
+            raise missing_file_error(self.paths[index], error) from error
+        return dict.fromkeys(self.names, text)
+
+    def where(self, index: int) -> tuple[str, str]:
+        return self.paths[index], "the whole file"
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.sizes.sum())
+
+    @property
+    def decoded(self) -> int:
+        return self.nbytes
+
+    def columns(self) -> None:
+        return None
+
 
 FORMATS: dict[str, Callable[[str, Sequence[str], Caches], RecordSource]] = {
     "jsonl": JsonLines,

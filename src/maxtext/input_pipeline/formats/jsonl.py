@@ -14,19 +14,19 @@ from typing import IO, Any, cast
 
 import numpy as np
 
-from maxtext.input_pipeline.formats.cache import Caches
+from maxtext.input_pipeline.formats.files import BYTE_ORDER_MARK, index_lines
 from maxtext.input_pipeline.formats.interface import (
     GZIP,
     HEAD,
     BadFile,
     BadRecord,
+    Caches,
     OpenFile,
     Record,
     check_index,
     missing_file_error,
     select_columns,
 )
-from maxtext.input_pipeline.formats.lines import BYTE_ORDER_MARK, index_lines
 
 CHUNK = 2**20
 DAMAGED = (gzip.BadGzipFile, EOFError, zlib.error)

@@ -1,4 +1,16 @@
-"""Files of Arrow columns: rows by number through the blocks of rows that are decoded together."""
+"""Files of Arrow columns: rows by number through the blocks of rows that are decoded together.
+
+kind=parquet: a row group is decoded at once, the wanted columns only, and cached.
+
+Checksums of pages are verified if the file has them. A page that cannot be decoded makes the rows
+of its row group bad records.
+
+kind=arrow: Arrow IPC files and streams (what `save_to_disk` of the package datasets writes),
+mapped into memory.
+
+A record batch is a block. Nothing is decoded, but a batch is validated once before its rows are
+used, since the format has no checksums and a damaged offset would point anywhere.
+"""
 
 import os
 from abc import ABC, abstractmethod
@@ -9,13 +21,16 @@ from typing import Any
 
 import numpy as np
 
-from maxtext.input_pipeline.formats.cache import Caches
+from maxtext.common.extras import require
 from maxtext.input_pipeline.formats.interface import (
     BadFile,
     BadRecord,
+    Caches,
     Record,
     check_index,
+    missing_file_error,
     select_columns,
+    shrunk_file_error,
 )
 
 LISTS = ("list<", "large_list<", "fixed_size_list<")
@@ -138,3 +153,113 @@ class TableFile(ABC):
 
     def columns(self) -> list[str]:
         return self.names
+
+
+class ParquetRows(TableFile):
+    def __init__(self, path: str, columns: Sequence[str], caches: Caches):
+        pyarrow, parquet = (
+            require("pyarrow", "reading parquet"),
+            require("pyarrow.parquet", "reading parquet"),
+        )
+        try:
+            with parquet.ParquetFile(path) as file:
+                metadata, names = file.metadata, file.schema_arrow.names
+        except (OSError, ValueError, pyarrow.ArrowException) as error:
+            if isinstance(error, OSError) and error.errno is not None:  # not about the contents
+                raise
+            raise BadFile(f"is not a parquet file, or is damaged ({first_line(error)})") from error
+        counts = [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
+        super().__init__(path, columns, caches, names, counts)
+        self.decoded = decoded_bytes(metadata, self.read_columns)
+
+    def load(self, number: int) -> RowBlock:
+        pyarrow, parquet = (
+            require("pyarrow", "reading parquet"),
+            require("pyarrow.parquet", "reading parquet"),
+        )
+        try:
+            # The parsed footer is shared, the reader is not: it is not documented as thread-safe.
+            metadata = self.caches.files.get(self.path, lambda: parquet.read_metadata(self.path))
+            with parquet.ParquetFile(
+                self.path, metadata=metadata, page_checksum_verification=True
+            ) as file:
+                table = file.read_row_group(number, columns=self.read_columns, use_threads=False)
+        except (OSError, ValueError, pyarrow.ArrowException) as error:
+            if isinstance(error, OSError) and error.errno is not None:
+                raise missing_file_error(self.path, error) from error
+            return damaged_block(error)
+        return RowBlock({name: table.column(name) for name in self.read_columns})
+
+
+def decoded_bytes(metadata: Any, names: Sequence[str]) -> int:
+    """The decoded size of the columns of these names, from the footer."""
+    column_indices = [
+        at
+        for at in range(metadata.num_columns)
+        if metadata.schema.column(at).path.split(".")[0] in names
+    ]
+    groups = map(metadata.row_group, range(metadata.num_row_groups))
+    return sum(
+        group.column(at).total_uncompressed_size for group in groups for at in column_indices
+    )
+
+
+FILE_MAGIC = b"ARROW1"
+
+
+class ArrowRows(TableFile):
+    def __init__(self, path: str, columns: Sequence[str], caches: Caches):
+        pyarrow = require("pyarrow", "reading arrow")
+        try:
+            batches = Batches(path)
+            names = list(batches.schema.names)
+            counts = [batches.read(number).num_rows for number in range(len(batches))]
+        except (OSError, ValueError, pyarrow.ArrowException) as error:
+            if isinstance(error, OSError) and error.errno is not None:  # not about the contents
+                raise
+            raise BadFile(
+                f"is not an Arrow file or stream, or is damaged ({first_line(error)})"
+            ) from error
+        super().__init__(path, columns, caches, names, counts)
+
+    def __getitem__(self, index: int) -> Record:
+        # Reading past the end of a mapped file would kill the process without a message. It still
+        # does if the file shrinks between this check and the read.
+        try:
+            size = os.stat(self.path).st_size
+        except OSError as error:
+            raise missing_file_error(self.path, error) from error
+        if size < self.nbytes:
+            raise shrunk_file_error(self.path)
+        return super().__getitem__(index)
+
+    def load(self, number: int) -> RowBlock:
+        pyarrow = require("pyarrow", "reading arrow")
+        try:
+            batch = self.caches.files.get(self.path, lambda: Batches(self.path)).read(number)
+            return RowBlock({name: batch.column(name) for name in self.read_columns})
+        except (OSError, ValueError, pyarrow.ArrowException) as error:
+            if isinstance(error, OSError) and error.errno is not None:
+                raise missing_file_error(self.path, error) from error
+            return damaged_block(error)
+
+
+class Batches:
+    """The record batches of an open file. Those of an IPC stream are found by reading through
+    it.
+    """
+
+    def __init__(self, path: str):
+        ipc = require("pyarrow.ipc", "reading arrow")
+        source = require("pyarrow", "reading arrow").memory_map(path)
+        with open(path, "rb") as file:
+            is_stream = file.read(len(FILE_MAGIC)) != FILE_MAGIC
+        self.reader = ipc.open_stream(source) if is_stream else ipc.open_file(source)
+        self.schema = self.reader.schema
+        self.walked: list[Any] | None = list(self.reader) if is_stream else None
+
+    def __len__(self) -> int:
+        return self.reader.num_record_batches if self.walked is None else len(self.walked)
+
+    def read(self, number: int) -> Any:
+        return self.reader.get_batch(number) if self.walked is None else self.walked[number]

@@ -11,7 +11,6 @@ too.
 """
 
 from maxtext.kernels.attention import cudnn
-from maxtext.kernels.attention.checks import validate_inputs
 from maxtext.kernels.attention.dispatch import (
     AUTOSELECTED,
     BACKENDS,
@@ -22,15 +21,20 @@ from maxtext.kernels.attention.dispatch import (
     select_backend,
     try_backends,
 )
-from maxtext.kernels.attention.masks import dense_head_mask, dense_mask, zero_fully_masked_queries
-from maxtext.kernels.attention.queries import map_queries
+from maxtext.kernels.attention.dot_product import max_logits, mean_weights
+from maxtext.kernels.attention.masks import (
+    dense_head_mask,
+    dense_mask,
+    map_queries,
+    zero_fully_masked_queries,
+)
 from maxtext.kernels.attention.request import (
     AttentionInputs,
     AttentionMask,
     AttentionRequest,
     BlockSizes,
+    validate_inputs,
 )
-from maxtext.kernels.attention.statistics import max_logits, mean_weights
 from maxtext.kernels.attention.topk import ties_depend_on_length, torch_topk_mask
 
 # JAX primitives whose result is the output of attention: what they return cannot be named for

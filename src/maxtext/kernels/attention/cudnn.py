@@ -32,7 +32,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from maxtext.common.gpu import target_capability
+from maxtext.common.hardware import target_capability
 from maxtext.kernels.attention.masks import dense_mask, zero_fully_masked_queries
 from maxtext.kernels.attention.request import AttentionInputs, AttentionMask, AttentionRequest
 

@@ -21,12 +21,12 @@ from jax import Array
 from maxtext.common.errors import ConfigError
 from maxtext.common.log import LOGGER
 from maxtext.kernels.attention import cudnn, dot_product, flash
-from maxtext.kernels.attention.checks import validate_inputs
 from maxtext.kernels.attention.request import (
     AttentionInputs,
     AttentionMask,
     AttentionRequest,
     BlockSizes,
+    validate_inputs,
 )
 
 

@@ -3,11 +3,19 @@
 Shapes: B batch, S query length, T key length, H query heads. A dense mask is [S, T] if all rows
 share it (an iota that XLA fuses into its consumer), [B, S, T] if positions or segments differ by
 row, [B, 1 or H, S, T] with a selection of keys, and None if every key is visible.
+
+Map over blocks of queries, to bound the memory of arrays that are quadratic in the length.
+
+Shapes: B batch, S query length.
 """
 
+from collections.abc import Callable
+
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from maxtext.common.types import Tree
 from maxtext.kernels.attention.request import AttentionInputs, AttentionMask
 
 
@@ -83,3 +91,33 @@ def has_visible_key(inputs: AttentionInputs) -> Array | None:
         return None if inputs.q_segments is None else inputs.q_segments != 0
     visible = dense_mask(inputs)
     return None if visible is None else visible.any(axis=-1)
+
+
+BLOCK = 128
+
+
+def map_queries(function: Callable[[Tree], Array], arrays: Tree, block: int = BLOCK) -> Array:
+    """function(arrays) for arrays [B, S, ...] and a result [B, S, ...], `block` queries at a time.
+
+    A block takes every n-th query: if the sequence is sharded, each device has a part of every
+    block.
+    """
+    length = jax.tree.leaves(arrays)[0].shape[1]
+    num_blocks = length // block
+    if num_blocks < 2:
+        return function(arrays)
+    mapped_length = num_blocks * block
+
+    def split(array: Array) -> Array:
+        return jnp.moveaxis(
+            array[:, :mapped_length].reshape(array.shape[0], block, num_blocks, *array.shape[2:]),
+            2,
+            0,
+        )
+
+    mapped = jnp.moveaxis(jax.lax.map(function, jax.tree.map(split, arrays)), 0, 2)
+    mapped = mapped.reshape(mapped.shape[0], mapped_length, *mapped.shape[3:])
+    if mapped_length == length:
+        return mapped
+    rest = function(jax.tree.map(lambda array: array[:, mapped_length:], arrays))
+    return jnp.concatenate([mapped, rest], axis=1)

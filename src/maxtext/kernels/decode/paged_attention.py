@@ -26,7 +26,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jax.typing import DTypeLike
 
-from maxtext.common.gpu import is_nvidia
+from maxtext.common.hardware import is_nvidia
 from maxtext.kernels.attention.dot_product import MASK_VALUE
 from maxtext.kernels.decode.paged_tiles import (
     MIN_ROWS,

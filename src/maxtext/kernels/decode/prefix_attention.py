@@ -22,7 +22,7 @@ from jax import Array, Ref
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from maxtext.common.sequences import common_prefix_length
+from maxtext.common.trees import common_prefix_length
 from maxtext.kernels.attention.dot_product import MASK_VALUE
 from maxtext.kernels.decode.paged_tiles import (
     MIN_ROWS,

@@ -16,6 +16,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from maxtext.common.types import Tree
+from maxtext.kernels import cross_entropy as triton_cross_entropy
 from maxtext.kernels.fp8.matmul import matmul_backward, matmul_forward, quantize_rowwise
 from maxtext.kernels.fp8.quantize import (
     E4M3,
@@ -26,7 +27,6 @@ from maxtext.kernels.fp8.quantize import (
     scale_from_amax,
     shape_residual,
 )
-from maxtext.kernels.triton import cross_entropy as triton_cross_entropy
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))

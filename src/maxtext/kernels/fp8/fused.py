@@ -42,7 +42,7 @@ from maxtext.kernels.fp8.quantize import (
     shape_residual,
 )
 from maxtext.kernels.fp8.rowwise import Activation
-from maxtext.kernels.triton.rms_norm import add_rms_norm_rows, rms_norm_rows, rms_norm_rows_backward
+from maxtext.kernels.rms_norm import add_rms_norm_rows, rms_norm_rows, rms_norm_rows_backward
 
 MAX_SLOPE = 1.2  # of any supported activation; and |activation(0)| <= 1
 Weights = tuple[Array, ...]

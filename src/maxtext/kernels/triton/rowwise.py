@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from maxtext.common.gpu import is_nvidia, target_capability
+from maxtext.common.hardware import is_nvidia, target_capability
 
 TILE = 128  # T and C must be multiples of it
 MAX_COLUMNS = 32768  # of a row that fits into the registers of a program

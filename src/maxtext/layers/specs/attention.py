@@ -4,9 +4,7 @@ from dataclasses import dataclass, field
 
 from maxtext.common.errors import ConfigError
 from maxtext.kernels.attention_options import AttentionMask, BlockSizes
-from maxtext.layers.specs.norm import NormSpec
-from maxtext.layers.specs.rope import RopeSpec
-from maxtext.layers.specs.spec import IMPLEMENTATION, MixerSpec, Spec
+from maxtext.layers.specs.spec import IMPLEMENTATION, MixerSpec, NormSpec, RopeSpec, Spec
 
 
 @dataclass(frozen=True)

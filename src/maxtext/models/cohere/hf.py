@@ -12,18 +12,18 @@ from maxtext.hf.config_json import (
     window_field,
 )
 from maxtext.hf.layer_rules import HF_LAYER, attention_rules, mlp_rules, norm_rules, outer_rules
-from maxtext.hf.rules import Rule
+from maxtext.hf.rules import TensorRule
 from maxtext.hf.schema import COUNT, NULL, POSITIVE, TEXT
 from maxtext.models.hf_config import every_nth, layer_types, uniform_rope
 
 
-def cohere_rules(config: MaxTextConfig, layers: LayerSpecs) -> list[Rule]:
+def cohere_rules(config: MaxTextConfig, layers: LayerSpecs) -> list[TensorRule]:
     hf, native = f"{HF_LAYER}self_attn.", "layers/{i}/attention/"
     return [
         *outer_rules(),
         *norm_rules({"input_layernorm": "attention_norm"}),
-        Rule(f"{hf}q_norm.weight", f"{native}query_norm/scale", "h d -> h d"),
-        Rule(f"{hf}k_norm.weight", f"{native}key_norm/scale", "h d -> h d"),
+        TensorRule(f"{hf}q_norm.weight", f"{native}query_norm/scale", "h d -> h d"),
+        TensorRule(f"{hf}k_norm.weight", f"{native}key_norm/scale", "h d -> h d"),
         *attention_rules(config),
         *mlp_rules(),
     ]

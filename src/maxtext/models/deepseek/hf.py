@@ -27,7 +27,7 @@ from maxtext.hf.layer_rules import (
     outer_rules,
 )
 from maxtext.hf.rope_parameters import required, rope_fields, rope_parameters, yarn_temperature
-from maxtext.hf.rules import Rule
+from maxtext.hf.rules import TensorRule
 from maxtext.hf.schema import COUNT, NULL, POSITIVE, SIZE, SWITCH, TEXT, list_of, per_layer
 from maxtext.models.hf_config import (
     first_rope,
@@ -124,56 +124,60 @@ def write_mlp_types(config: MaxTextConfig, layers: LayerSpecs) -> Json:
     return {"mlp_layer_types": kinds}
 
 
-def deepseek_rules(config: MaxTextConfig, layers: LayerSpecs) -> list[Rule]:
+def deepseek_rules(config: MaxTextConfig, layers: LayerSpecs) -> list[TensorRule]:
     return [*outer_rules(), *layer_rules(), *multi_token_rules(config, layer_rules())]
 
 
-def layer_rules() -> list[Rule]:
+def layer_rules() -> list[TensorRule]:
     hf, native = f"{HF_LAYER}self_attn.", "layers/{i}/attention/"
     return [
         *norm_rules(PRE_NORMS),
-        Rule(f"{hf}q_proj.weight", f"{native}query/weight", "(h w) e -> e h w"),
-        Rule(f"{hf}q_a_proj.weight", f"{native}query_a/weight", "r e -> e r"),
-        Rule(f"{hf}q_a_proj.bias", f"{native}query_a/bias", "r -> r"),
-        Rule(f"{hf}q_a_layernorm.weight", f"{native}query_norm/scale", "r -> r"),
-        Rule(f"{hf}q_b_proj.weight", f"{native}query_b/weight", "(h w) r -> r h w"),
-        Rule(f"{hf}kv_a_proj_with_mqa.weight", f"{native}kv_a/weight", "r e -> e r"),
-        Rule(f"{hf}kv_a_proj_with_mqa.bias", f"{native}kv_a/bias", "r -> r"),
-        Rule(f"{hf}kv_a_layernorm.weight", f"{native}kv_norm/scale", "r -> r"),
-        Rule(f"{hf}kv_b_proj.weight", f"{native}kv_b/weight", "(h w) r -> r h w"),
-        Rule(f"{hf}o_proj.weight", f"{native}out/weight", "e (h d) -> h d e"),
-        Rule(f"{hf}o_proj.bias", f"{native}out/bias", "e -> e"),
-        Rule(f"{hf}indexer.wq_b.weight", f"{native}indexer/query/weight", "(h d) r -> r h d"),
-        Rule(f"{hf}indexer.wk.weight", f"{native}indexer/key/weight", "d e -> e d"),
-        Rule(f"{hf}indexer.k_norm.weight", f"{native}indexer/key_norm/scale", "d -> d"),
-        Rule(f"{hf}indexer.k_norm.bias", f"{native}indexer/key_norm/bias", "d -> d"),
-        Rule(f"{hf}indexer.weights_proj.weight", f"{native}indexer/weight/weight", "h e -> e h"),
+        TensorRule(f"{hf}q_proj.weight", f"{native}query/weight", "(h w) e -> e h w"),
+        TensorRule(f"{hf}q_a_proj.weight", f"{native}query_a/weight", "r e -> e r"),
+        TensorRule(f"{hf}q_a_proj.bias", f"{native}query_a/bias", "r -> r"),
+        TensorRule(f"{hf}q_a_layernorm.weight", f"{native}query_norm/scale", "r -> r"),
+        TensorRule(f"{hf}q_b_proj.weight", f"{native}query_b/weight", "(h w) r -> r h w"),
+        TensorRule(f"{hf}kv_a_proj_with_mqa.weight", f"{native}kv_a/weight", "r e -> e r"),
+        TensorRule(f"{hf}kv_a_proj_with_mqa.bias", f"{native}kv_a/bias", "r -> r"),
+        TensorRule(f"{hf}kv_a_layernorm.weight", f"{native}kv_norm/scale", "r -> r"),
+        TensorRule(f"{hf}kv_b_proj.weight", f"{native}kv_b/weight", "(h w) r -> r h w"),
+        TensorRule(f"{hf}o_proj.weight", f"{native}out/weight", "e (h d) -> h d e"),
+        TensorRule(f"{hf}o_proj.bias", f"{native}out/bias", "e -> e"),
+        TensorRule(f"{hf}indexer.wq_b.weight", f"{native}indexer/query/weight", "(h d) r -> r h d"),
+        TensorRule(f"{hf}indexer.wk.weight", f"{native}indexer/key/weight", "d e -> e d"),
+        TensorRule(f"{hf}indexer.k_norm.weight", f"{native}indexer/key_norm/scale", "d -> d"),
+        TensorRule(f"{hf}indexer.k_norm.bias", f"{native}indexer/key_norm/bias", "d -> d"),
+        TensorRule(
+            f"{hf}indexer.weights_proj.weight", f"{native}indexer/weight/weight", "h e -> e h"
+        ),
         *routed_mlp_rules(),
     ]
 
 
-def routed_mlp_rules() -> list[Rule]:
+def routed_mlp_rules() -> list[TensorRule]:
     """The MLP of a dense layer, or the experts of another with one that all tokens share."""
     mlp, native_mlp = f"{HF_LAYER}mlp.", "layers/{i}/mlp/"
     return [
         *mlp_rules(),
-        Rule(f"{mlp}gate.weight", f"{native_mlp}router/weight", "x e -> e x"),
-        Rule(f"{mlp}gate.e_score_correction_bias", f"{native_mlp}router/bias", "x -> x"),
+        TensorRule(f"{mlp}gate.weight", f"{native_mlp}router/weight", "x e -> e x"),
+        TensorRule(f"{mlp}gate.e_score_correction_bias", f"{native_mlp}router/bias", "x -> x"),
         *expert_rules(f"{mlp}experts."),
         *mlp_rules(f"{mlp}shared_experts.", f"{native_mlp}shared/"),
     ]
 
 
-def multi_token_rules(config: MaxTextConfig, layer_rules: list[Rule]) -> list[Rule]:
+def multi_token_rules(config: MaxTextConfig, layer_rules: list[TensorRule]) -> list[TensorRule]:
     """Rules of the multi-token prediction layers (mtp_num_layers), which are numbered after the
     decoder layers and have their weights, with `layer_rules`, and a few more.
     """
     rules = []
     for layer in range(config.mtp_num_layers):
         hf, native = f"model.layers.{config.num_decoder_layers + layer}.", f"mtp/layers/{layer}/"
-        rules.append(Rule(f"{hf}eh_proj.weight", f"{native}projection/weight", "e f -> f e"))
+        rules.append(TensorRule(f"{hf}eh_proj.weight", f"{native}projection/weight", "e f -> f e"))
         for hf_norm, native_norm in MULTI_TOKEN_NORMS.items():
-            rules.append(Rule(f"{hf}{hf_norm}.weight", f"{native}{native_norm}/scale", "e -> e"))
+            rules.append(
+                TensorRule(f"{hf}{hf_norm}.weight", f"{native}{native_norm}/scale", "e -> e")
+            )
         for rule in layer_rules:
             hf_names = tuple(name.replace(HF_LAYER, hf) for name in rule.hf_names)
             native_names = tuple(

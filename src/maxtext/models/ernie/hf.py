@@ -3,12 +3,12 @@
 from maxtext.configs.types import MaxTextConfig
 from maxtext.hf.config_json import Field, HfMapping, LayerSpecs, dense_fields, dense_keys
 from maxtext.hf.layer_rules import dense_rules
-from maxtext.hf.rules import Rule
+from maxtext.hf.rules import TensorRule
 from maxtext.hf.schema import NULL, SWITCH
 from maxtext.models.hf_config import uniform_rope
 
 
-def ernie4_5_rules(config: MaxTextConfig, layers: LayerSpecs) -> list[Rule]:
+def ernie4_5_rules(config: MaxTextConfig, layers: LayerSpecs) -> list[TensorRule]:
     return dense_rules(config)
 
 

@@ -12,11 +12,11 @@ from maxtext.hf.config_json import (
     window_field,
 )
 from maxtext.hf.layer_rules import attention_rules, mlp_rules, norm_rules, outer_rules
-from maxtext.hf.rules import Rule
+from maxtext.hf.rules import TensorRule
 from maxtext.models.hf_config import every_nth, layer_types, uniform_rope
 
 
-def exaone4_rules(config: MaxTextConfig, layers: LayerSpecs) -> list[Rule]:
+def exaone4_rules(config: MaxTextConfig, layers: LayerSpecs) -> list[TensorRule]:
     post_norms = {
         "post_attention_layernorm": "post_attention_norm",
         "post_feedforward_layernorm": "post_mlp_norm",

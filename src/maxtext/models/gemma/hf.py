@@ -31,7 +31,7 @@ from maxtext.hf.layer_rules import (
     stacked_expert_rules,
 )
 from maxtext.hf.rope_parameters import completed, rope_fields, with_outer_truncate
-from maxtext.hf.rules import Rule
+from maxtext.hf.rules import TensorRule
 from maxtext.hf.schema import COUNT, LAYER_FIELDS, NULL, OBJECT, POSITIVE, SIZE, SWITCH
 from maxtext.models.hf_config import (
     every_nth,
@@ -55,7 +55,7 @@ GEMMA4_ROPES = {
 }
 
 
-def gemma_rules(config: MaxTextConfig, layers: LayerSpecs) -> list[Rule]:
+def gemma_rules(config: MaxTextConfig, layers: LayerSpecs) -> list[TensorRule]:
     return dense_rules(config)
 
 
@@ -85,7 +85,7 @@ def query_pre_attn_scalar(scale: float) -> int:
     return value
 
 
-def sandwich_rules(config: MaxTextConfig, layers: LayerSpecs) -> list[Rule]:
+def sandwich_rules(config: MaxTextConfig, layers: LayerSpecs) -> list[TensorRule]:
     return outer_rules() + norm_rules(SANDWICH_NORMS) + attention_rules(config) + mlp_rules()
 
 
@@ -195,11 +195,11 @@ def write_gemma4_experts(config: MaxTextConfig, layers: LayerSpecs) -> Json:
     }
 
 
-def gemma4_rules(config: MaxTextConfig, layers: LayerSpecs) -> list[Rule]:
+def gemma4_rules(config: MaxTextConfig, layers: LayerSpecs) -> list[TensorRule]:
     native = "layers/{i}/mlp/"
     rules = [
         *sandwich_rules(config, layers),
-        Rule(f"{HF_LAYER}layer_scalar", "layers/{i}/scale", "n -> n"),
+        TensorRule(f"{HF_LAYER}layer_scalar", "layers/{i}/scale", "n -> n"),
     ]
     if config.num_experts == 1:
         return rules
@@ -213,9 +213,11 @@ def gemma4_rules(config: MaxTextConfig, layers: LayerSpecs) -> list[Rule]:
         *rules,
         *norm_rules(parallel_norms),
         *mlp_rules(f"{HF_LAYER}mlp.", f"{native}dense/"),
-        Rule(f"{HF_LAYER}router.proj.weight", f"{native}sparse/router/weight", "x e -> e x"),
-        Rule(f"{HF_LAYER}router.scale", f"{native}sparse/router/scale", "e -> e"),
-        Rule(f"{HF_LAYER}router.per_expert_scale", f"{native}sparse/router/expert_scale", "x -> x"),
+        TensorRule(f"{HF_LAYER}router.proj.weight", f"{native}sparse/router/weight", "x e -> e x"),
+        TensorRule(f"{HF_LAYER}router.scale", f"{native}sparse/router/scale", "e -> e"),
+        TensorRule(
+            f"{HF_LAYER}router.per_expert_scale", f"{native}sparse/router/expert_scale", "x -> x"
+        ),
         *stacked_expert_rules(
             f"{HF_LAYER}experts.", f"{native}sparse/", "x (b m) e -> b x e m", "x e m -> x m e"
         ),

@@ -17,7 +17,7 @@ from maxtext.hf.layer_rules import (
     norm_rules,
     outer_rules,
 )
-from maxtext.hf.rules import Rule
+from maxtext.hf.rules import TensorRule
 from maxtext.models.deepseek.hf import (
     expert_fields,
     ignored_layers,
@@ -27,7 +27,7 @@ from maxtext.models.deepseek.hf import (
 from maxtext.models.hf_config import uniform_rope
 
 
-def glm4_moe_rules(config: MaxTextConfig, layers: LayerSpecs) -> list[Rule]:
+def glm4_moe_rules(config: MaxTextConfig, layers: LayerSpecs) -> list[TensorRule]:
     layer_rules = [*norm_rules(PRE_NORMS), *attention_rules(config), *routed_mlp_rules()]
     return [*outer_rules(), *layer_rules, *multi_token_rules(config, layer_rules)]
 

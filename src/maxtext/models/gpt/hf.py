@@ -15,7 +15,7 @@ from maxtext.hf.config_json import (
     native_activation,
     switch,
 )
-from maxtext.hf.rules import Rule
+from maxtext.hf.rules import TensorRule
 from maxtext.hf.schema import LAYERS, NULL, POSITIVE, SIZE, TEXT
 
 
@@ -33,38 +33,42 @@ def hf_gelu(mlp_activations: Sequence[str]) -> str:
     return "gelu_new" if name == "gelu_pytorch_tanh" else name
 
 
-def gpt2_rules(config: MaxTextConfig, layers: LayerSpecs) -> list[Rule]:
+def gpt2_rules(config: MaxTextConfig, layers: LayerSpecs) -> list[TensorRule]:
     """GPT-2 stores matrices as [inputs, outputs], and queries, keys and values in one tensor."""
     hf, native = "transformer.h.{i}.", "layers/{i}/"
     parts = tuple(f"{native}attention/{name}" for name in ("query", "key", "value"))
     rules = [
-        Rule("transformer.wte.weight", "embedder/embedding", "v e -> v e"),
-        Rule("transformer.wpe.weight", "positions/embedding", "p e -> p e"),
-        Rule("lm_head.weight", "head/weight", "v e -> e v"),
-        Rule(f"{hf}attn.c_attn.weight", f"{native}attention/qkv/weight", "e (g k d) -> e k g d"),
-        Rule(f"{hf}attn.c_attn.bias", f"{native}attention/qkv/bias", "(g k d) -> k g d"),
-        Rule(
+        TensorRule("transformer.wte.weight", "embedder/embedding", "v e -> v e"),
+        TensorRule("transformer.wpe.weight", "positions/embedding", "p e -> p e"),
+        TensorRule("lm_head.weight", "head/weight", "v e -> e v"),
+        TensorRule(
+            f"{hf}attn.c_attn.weight", f"{native}attention/qkv/weight", "e (g k d) -> e k g d"
+        ),
+        TensorRule(f"{hf}attn.c_attn.bias", f"{native}attention/qkv/bias", "(g k d) -> k g d"),
+        TensorRule(
             f"{hf}attn.c_attn.weight",
             tuple(f"{part}/weight" for part in parts),
             "e (h d) -> e h d",
             join=1,
         ),
-        Rule(
+        TensorRule(
             f"{hf}attn.c_attn.bias",
             tuple(f"{part}/bias" for part in parts),
             "(h d) -> h d",
             join=0,
         ),
-        Rule(f"{hf}attn.c_proj.weight", f"{native}attention/out/weight", "(h d) e -> h d e"),
-        Rule(f"{hf}attn.c_proj.bias", f"{native}attention/out/bias", "e -> e"),
+        TensorRule(f"{hf}attn.c_proj.weight", f"{native}attention/out/weight", "(h d) e -> h d e"),
+        TensorRule(f"{hf}attn.c_proj.bias", f"{native}attention/out/bias", "e -> e"),
     ]
     for hf_name, name in (("c_fc", "wi"), ("c_proj", "wo")):
-        rules.append(Rule(f"{hf}mlp.{hf_name}.weight", f"{native}mlp/{name}/weight", "n o -> n o"))
-        rules.append(Rule(f"{hf}mlp.{hf_name}.bias", f"{native}mlp/{name}/bias", "o -> o"))
+        rules.append(
+            TensorRule(f"{hf}mlp.{hf_name}.weight", f"{native}mlp/{name}/weight", "n o -> n o")
+        )
+        rules.append(TensorRule(f"{hf}mlp.{hf_name}.bias", f"{native}mlp/{name}/bias", "o -> o"))
     norms = {f"{hf}ln_1": f"{native}attention_norm", f"{hf}ln_2": f"{native}mlp_norm"}
     for hf_name, name in (norms | {"transformer.ln_f": "final_norm"}).items():
-        rules.append(Rule(f"{hf_name}.weight", f"{name}/scale", "e -> e"))
-        rules.append(Rule(f"{hf_name}.bias", f"{name}/bias", "e -> e"))
+        rules.append(TensorRule(f"{hf_name}.weight", f"{name}/scale", "e -> e"))
+        rules.append(TensorRule(f"{hf_name}.bias", f"{name}/bias", "e -> e"))
     return rules
 
 

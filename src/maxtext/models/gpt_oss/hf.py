@@ -20,7 +20,7 @@ from maxtext.hf.layer_rules import (
     outer_rules,
     stacked_expert_rules,
 )
-from maxtext.hf.rules import Rule
+from maxtext.hf.rules import TensorRule
 from maxtext.hf.schema import NULL, POSITIVE
 from maxtext.models.hf_config import every_nth, layer_types, uniform_rope
 
@@ -34,20 +34,20 @@ DEFAULT_ROPE = {
 }
 
 
-def gpt_oss_rules(config: MaxTextConfig, layers: LayerSpecs) -> list[Rule]:
+def gpt_oss_rules(config: MaxTextConfig, layers: LayerSpecs) -> list[TensorRule]:
     mlp, native = f"{HF_LAYER}mlp.", "layers/{i}/mlp/"
     return [
         *outer_rules(),
         *norm_rules(PRE_NORMS),
         *attention_rules(config),
-        Rule(f"{mlp}router.weight", f"{native}router/weight", "x e -> e x"),
-        Rule(f"{mlp}router.bias", f"{native}router/bias", "x -> x"),
+        TensorRule(f"{mlp}router.weight", f"{native}router/weight", "x e -> e x"),
+        TensorRule(f"{mlp}router.bias", f"{native}router/bias", "x -> x"),
         # Gate and up are interleaved.
         *stacked_expert_rules(f"{mlp}experts.", native, "x e (m b) -> b x e m", "x m e -> x m e"),
-        Rule(
+        TensorRule(
             f"{mlp}experts.gate_up_proj_bias", f"{native}experts/wi_{{b}}/bias", "x (m b) -> b x m"
         ),
-        Rule(f"{mlp}experts.down_proj_bias", f"{native}experts/wo/bias", "x e -> x e"),
+        TensorRule(f"{mlp}experts.down_proj_bias", f"{native}experts/wo/bias", "x e -> x e"),
     ]
 
 

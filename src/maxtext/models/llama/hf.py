@@ -25,7 +25,7 @@ from maxtext.hf.layer_rules import (
     outer_rules,
     stacked_expert_rules,
 )
-from maxtext.hf.rules import Rule
+from maxtext.hf.rules import TensorRule
 from maxtext.hf.schema import COUNT, NULL, POSITIVE, SIZE, SWITCH, list_of, per_layer
 from maxtext.models.hf_config import (
     has_experts,
@@ -37,7 +37,7 @@ from maxtext.models.hf_config import (
 )
 
 
-def llama_rules(config: MaxTextConfig, layers: LayerSpecs) -> list[Rule]:
+def llama_rules(config: MaxTextConfig, layers: LayerSpecs) -> list[TensorRule]:
     return dense_rules(config)
 
 
@@ -90,14 +90,14 @@ def write_llama4_layers(config: MaxTextConfig, layers: LayerSpecs) -> Json:
     }
 
 
-def llama4_rules(config: MaxTextConfig, layers: LayerSpecs) -> list[Rule]:
+def llama4_rules(config: MaxTextConfig, layers: LayerSpecs) -> list[TensorRule]:
     hf, native = f"{HF_LAYER}feed_forward.", "layers/{i}/mlp/"
     return [
         *outer_rules(),
         *norm_rules(PRE_NORMS),
         *attention_rules(config),
         *mlp_rules(hf),
-        Rule(f"{hf}router.weight", f"{native}router/weight", "x e -> e x"),
+        TensorRule(f"{hf}router.weight", f"{native}router/weight", "x e -> e x"),
         *mlp_rules(f"{hf}shared_expert.", f"{native}shared/"),
         *stacked_expert_rules(f"{hf}experts.", native, "x e (b m) -> b x e m", "x m e -> x m e"),
     ]

@@ -10,17 +10,17 @@ from maxtext.hf.config_json import (
     dense_keys,
 )
 from maxtext.hf.layer_rules import HF_LAYER, dense_rules, expert_rules
-from maxtext.hf.rules import Rule
+from maxtext.hf.rules import TensorRule
 from maxtext.hf.schema import NULL, SIZE
 from maxtext.models.hf_config import uniform_rope
 
 
-def minimax_m2_rules(config: MaxTextConfig, layers: LayerSpecs) -> list[Rule]:
+def minimax_m2_rules(config: MaxTextConfig, layers: LayerSpecs) -> list[TensorRule]:
     moe, router = f"{HF_LAYER}block_sparse_moe.", "layers/{i}/mlp/router/"
     return [
         *dense_rules(config),
-        Rule(f"{moe}gate.weight", f"{router}weight", "x e -> e x"),
-        Rule(f"{moe}e_score_correction_bias", f"{router}bias", "x -> x"),
+        TensorRule(f"{moe}gate.weight", f"{router}weight", "x e -> e x"),
+        TensorRule(f"{moe}e_score_correction_bias", f"{router}bias", "x -> x"),
         *expert_rules(f"{moe}experts.", ("w1", "w3", "w2")),
     ]
 

@@ -12,17 +12,17 @@ from maxtext.hf.config_json import (
     window_field,
 )
 from maxtext.hf.layer_rules import HF_LAYER, dense_rules, expert_rules
-from maxtext.hf.rules import Rule
+from maxtext.hf.rules import TensorRule
 from maxtext.models.hf_config import uniform_rope
 
 
-def mistral_rules(config: MaxTextConfig, layers: LayerSpecs) -> list[Rule]:
+def mistral_rules(config: MaxTextConfig, layers: LayerSpecs) -> list[TensorRule]:
     return dense_rules(config)
 
 
-def mixtral_rules(config: MaxTextConfig, layers: LayerSpecs) -> list[Rule]:
+def mixtral_rules(config: MaxTextConfig, layers: LayerSpecs) -> list[TensorRule]:
     moe = f"{HF_LAYER}block_sparse_moe."
-    router = Rule(f"{moe}gate.weight", "layers/{i}/mlp/router/weight", "x e -> e x")
+    router = TensorRule(f"{moe}gate.weight", "layers/{i}/mlp/router/weight", "x e -> e x")
     return [*dense_rules(config), router, *expert_rules(f"{moe}experts.", ("w1", "w3", "w2"))]
 
 

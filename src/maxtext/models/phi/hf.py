@@ -18,7 +18,7 @@ from maxtext.hf.config_json import (
 )
 from maxtext.hf.layer_rules import HF_LAYER, PRE_NORMS, norm_rules, outer_rules
 from maxtext.hf.rope_parameters import rope_fields, rope_parameters
-from maxtext.hf.rules import Rule
+from maxtext.hf.rules import TensorRule
 from maxtext.hf.schema import SIZE
 from maxtext.models.hf_config import first_rope, rope_entry, rope_entry_fields, rope_settings
 
@@ -46,18 +46,20 @@ def write_phi3_rope(config: MaxTextConfig, layers: LayerSpecs) -> Json:
     return entries
 
 
-def phi3_rules(config: MaxTextConfig, layers: LayerSpecs) -> list[Rule]:
+def phi3_rules(config: MaxTextConfig, layers: LayerSpecs) -> list[TensorRule]:
     attention, mlp = "layers/{i}/attention/", "layers/{i}/mlp/"
     qkv = tuple(f"{attention}{name}/weight" for name in ("query", "key", "value"))
     gate_up = f"{HF_LAYER}mlp.gate_up_proj.weight"
     return [
         *outer_rules(),
         *norm_rules(PRE_NORMS),
-        Rule(f"{HF_LAYER}self_attn.qkv_proj.weight", qkv, "(h d) e -> e h d", join=0),
-        Rule(f"{HF_LAYER}self_attn.o_proj.weight", f"{attention}out/weight", "e (h d) -> h d e"),
-        Rule(gate_up, f"{mlp}wi_{{b}}/weight", "(b m) e -> b e m"),
-        Rule(gate_up, f"{mlp}wi/weight", "(b m) e -> e b m"),
-        Rule(f"{HF_LAYER}mlp.down_proj.weight", f"{mlp}wo/weight", "e m -> m e"),
+        TensorRule(f"{HF_LAYER}self_attn.qkv_proj.weight", qkv, "(h d) e -> e h d", join=0),
+        TensorRule(
+            f"{HF_LAYER}self_attn.o_proj.weight", f"{attention}out/weight", "e (h d) -> h d e"
+        ),
+        TensorRule(gate_up, f"{mlp}wi_{{b}}/weight", "(b m) e -> b e m"),
+        TensorRule(gate_up, f"{mlp}wi/weight", "(b m) e -> e b m"),
+        TensorRule(f"{HF_LAYER}mlp.down_proj.weight", f"{mlp}wo/weight", "e m -> m e"),
     ]
 
 

@@ -28,7 +28,7 @@ from maxtext.hf.layer_rules import (
     norm_rules,
     outer_rules,
 )
-from maxtext.hf.rules import Rule
+from maxtext.hf.rules import TensorRule
 from maxtext.hf.schema import COUNT, NULL, SIZE, SWITCH, list_of
 from maxtext.models.hf_config import (
     every_nth,
@@ -89,27 +89,27 @@ def write_shared_expert(config: MaxTextConfig, layers: LayerSpecs) -> Json:
     return {"shared_expert_intermediate_size": shared[0].hidden_dim if shared else 0}
 
 
-def qwen_dense_rules(config: MaxTextConfig, layers: LayerSpecs) -> list[Rule]:
+def qwen_dense_rules(config: MaxTextConfig, layers: LayerSpecs) -> list[TensorRule]:
     return dense_rules(config)
 
 
-def qwen3_moe_rules(config: MaxTextConfig, layers: LayerSpecs) -> list[Rule]:
+def qwen3_moe_rules(config: MaxTextConfig, layers: LayerSpecs) -> list[TensorRule]:
     return dense_rules(config) + moe_rules()
 
 
-def moe_rules() -> list[Rule]:
+def moe_rules() -> list[TensorRule]:
     mlp, native = f"{HF_LAYER}mlp.", "layers/{i}/mlp/"
     return [
-        Rule(f"{mlp}gate.weight", f"{native}router/weight", "x e -> e x"),
+        TensorRule(f"{mlp}gate.weight", f"{native}router/weight", "x e -> e x"),
         *expert_rules(f"{mlp}experts."),
         *mlp_rules(f"{mlp}shared_expert.", f"{native}shared/"),
-        Rule(f"{mlp}shared_expert_gate.weight", f"{native}shared_gate/weight", "n e -> e n"),
+        TensorRule(f"{mlp}shared_expert_gate.weight", f"{native}shared_gate/weight", "n e -> e n"),
     ]
 
 
 def delta_net_rules(
-    config: MaxTextConfig, layers: LayerSpecs, projections: list[Rule]
-) -> list[Rule]:
+    config: MaxTextConfig, layers: LayerSpecs, projections: list[TensorRule]
+) -> list[TensorRule]:
     """`projections`: of a Gated DeltaNet, which differ between Qwen3-Next and 3.5."""
     net, attention, native = (
         f"{HF_LAYER}linear_attn.",
@@ -120,13 +120,13 @@ def delta_net_rules(
     attends = [hasattr(layer.attention, "rope") for layer in layers]
     full_attention = [
         # A head's query and its gate are adjacent.
-        Rule(
+        TensorRule(
             f"{attention}q_proj.weight",
             (f"{native}query/weight", f"{native}output_gate/weight"),
             "(h w) e -> e h w",
             join="w",
         ),
-        Rule(
+        TensorRule(
             f"{attention}q_proj.bias",
             (f"{native}query/bias", f"{native}output_gate/bias"),
             "(h w) -> h w",
@@ -140,11 +140,11 @@ def delta_net_rules(
     ]
     linear_attention = [
         *projections,
-        Rule(f"{net}conv1d.weight", channels, "(k w) 1 t -> t k w", join=0),
-        Rule(f"{net}A_log", f"{native}log_rate", "(k g) -> k g"),
-        Rule(f"{net}dt_bias", f"{native}step_bias", "(k g) -> k g"),
-        Rule(f"{net}norm.weight", f"{native}norm/scale", "d -> d"),
-        Rule(f"{net}out_proj.weight", f"{native}out/weight", "e (k w) -> k w e"),
+        TensorRule(f"{net}conv1d.weight", channels, "(k w) 1 t -> t k w", join=0),
+        TensorRule(f"{net}A_log", f"{native}log_rate", "(k g) -> k g"),
+        TensorRule(f"{net}dt_bias", f"{native}step_bias", "(k g) -> k g"),
+        TensorRule(f"{net}norm.weight", f"{native}norm/scale", "d -> d"),
+        TensorRule(f"{net}out_proj.weight", f"{native}out/weight", "e (k w) -> k w e"),
     ]
     return [
         *outer_rules(),
@@ -156,7 +156,7 @@ def delta_net_rules(
     ]
 
 
-def qwen3_next_rules(config: MaxTextConfig, layers: LayerSpecs) -> list[Rule]:
+def qwen3_next_rules(config: MaxTextConfig, layers: LayerSpecs) -> list[TensorRule]:
     net, native = f"{HF_LAYER}linear_attn.", "layers/{i}/attention/"
     projections = tuple(f"{native}{name}/weight" for name in ("query", "key", "value", "gate"))
     gates = (f"{native}beta/weight", f"{native}decay/weight")
@@ -164,23 +164,23 @@ def qwen3_next_rules(config: MaxTextConfig, layers: LayerSpecs) -> list[Rule]:
         config,
         layers,
         [
-            Rule(f"{net}in_proj_qkvz.weight", projections, "(k w) e -> e k w", join="w"),
-            Rule(f"{net}in_proj_ba.weight", gates, "(k w) e -> e k w", join="w"),
+            TensorRule(f"{net}in_proj_qkvz.weight", projections, "(k w) e -> e k w", join="w"),
+            TensorRule(f"{net}in_proj_ba.weight", gates, "(k w) e -> e k w", join="w"),
         ],
     )
 
 
-def qwen3_5_rules(config: MaxTextConfig, layers: LayerSpecs) -> list[Rule]:
+def qwen3_5_rules(config: MaxTextConfig, layers: LayerSpecs) -> list[TensorRule]:
     net, native = f"{HF_LAYER}linear_attn.", "layers/{i}/attention/"
     projections = tuple(f"{native}{name}/weight" for name in ("query", "key", "value"))
     return delta_net_rules(
         config,
         layers,
         [
-            Rule(f"{net}in_proj_qkv.weight", projections, "(k w) e -> e k w", join=0),
-            Rule(f"{net}in_proj_z.weight", f"{native}gate/weight", "(k w) e -> e k w"),
-            Rule(f"{net}in_proj_b.weight", f"{native}beta/weight", "(k w) e -> e k w"),
-            Rule(f"{net}in_proj_a.weight", f"{native}decay/weight", "(k w) e -> e k w"),
+            TensorRule(f"{net}in_proj_qkv.weight", projections, "(k w) e -> e k w", join=0),
+            TensorRule(f"{net}in_proj_z.weight", f"{native}gate/weight", "(k w) e -> e k w"),
+            TensorRule(f"{net}in_proj_b.weight", f"{native}beta/weight", "(k w) e -> e k w"),
+            TensorRule(f"{net}in_proj_a.weight", f"{native}decay/weight", "(k w) e -> e k w"),
         ],
     )
 

@@ -11,11 +11,11 @@ from maxtext.hf.config_json import (
     switch,
 )
 from maxtext.hf.layer_rules import dense_rules
-from maxtext.hf.rules import Rule
+from maxtext.hf.rules import TensorRule
 from maxtext.models.hf_config import uniform_rope
 
 
-def seed_oss_rules(config: MaxTextConfig, layers: LayerSpecs) -> list[Rule]:
+def seed_oss_rules(config: MaxTextConfig, layers: LayerSpecs) -> list[TensorRule]:
     return dense_rules(config)
 
 

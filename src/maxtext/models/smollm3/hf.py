@@ -16,7 +16,7 @@ from maxtext.hf.config_json import (
     window_field,
 )
 from maxtext.hf.layer_rules import dense_rules
-from maxtext.hf.rules import Rule
+from maxtext.hf.rules import TensorRule
 from maxtext.models.hf_config import (
     layer_kinds,
     layer_types_entry,
@@ -46,7 +46,7 @@ def write_layers(config: MaxTextConfig, layers: LayerSpecs) -> Json:
     }
 
 
-def smollm3_rules(config: MaxTextConfig, layers: LayerSpecs) -> list[Rule]:
+def smollm3_rules(config: MaxTextConfig, layers: LayerSpecs) -> list[TensorRule]:
     return dense_rules(config)
 
 

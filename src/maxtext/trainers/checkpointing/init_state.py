@@ -16,7 +16,7 @@ from maxtext.configs.derive import Devices
 from maxtext.configs.sources import from_python
 from maxtext.configs.types import MaxTextConfig
 from maxtext.models.configuration import load
-from maxtext.models.differences import config_differences
+from maxtext.models.hf_registry import config_differences
 from maxtext.models.transformer import initial_weights as random_weights
 from maxtext.sharding import use_rules
 from maxtext.trainers.adapters import adapted_weights

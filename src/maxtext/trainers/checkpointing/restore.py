@@ -16,12 +16,10 @@ import jax
 import jax.numpy as jnp
 
 from maxtext.checkpoint import steps
-from maxtext.checkpoint.integrity import verify
 from maxtext.checkpoint.local_checkpoints import LocalCheckpointManager
 from maxtext.checkpoint.manager import StorageOptions
 from maxtext.checkpoint.multihost import allgather_int, allgather_ints
 from maxtext.checkpoint.open import Checkpoint, model_param_infos, open_checkpoint
-from maxtext.checkpoint.restack import restack_layers
 from maxtext.checkpoint.saved_step import CorruptCheckpoint, SavedStep
 from maxtext.checkpoint.state import (
     OPTIMIZER,
@@ -31,6 +29,8 @@ from maxtext.checkpoint.state import (
     to_flat_dict,
     unflatten_like,
 )
+from maxtext.checkpoint.steps import verify
+from maxtext.checkpoint.training_weights import restack_layers
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.common.hub import find_folder
 from maxtext.common.log import LOGGER

@@ -1,4 +1,13 @@
-"""What all losses share: sums under a mask, in float32, and checks of options."""
+"""What all losses share: sums under a mask, in float32, and checks of options.
+
+Log-probabilities of target tokens, and entropies of the distributions over tokens.
+
+Shapes: B batch, T tokens, V vocabulary.
+
+The loss of supervised fine-tuning.
+
+Shapes: B batch, T tokens.
+"""
 
 from collections.abc import Collection
 
@@ -6,6 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
+
+from maxtext.kernels.cross_entropy import cross_entropy
 
 Scalar = Array | float  # a coefficient, which may be traced
 
@@ -42,3 +53,36 @@ def check_choice(name: str, value: str, choices: Collection[str]) -> None:
     """Raise ValueError if an option has none of its values."""
     if value not in choices:
         raise ValueError(f"{name}={value!r} is not one of {', '.join(choices)}")
+
+
+def logps(logits: ArrayLike, targets: Array, temperature: Scalar = 1.0) -> Array:
+    """logps[b, t] = log softmax(logits[b, t] / temperature)[targets[b, t]].
+
+    logits [B, T, V] and targets [B, T] give [B, T]. Targets are already shifted: `targets[b, t]` is
+    the token that follows position t. `temperature` is the sampling temperature, the same for the
+    policy, the sampler and the reference.
+    """
+    return -cross_entropy(float32(logits) / temperature, targets)[0]
+
+
+def entropies(logits: ArrayLike, temperature: Scalar = 1.0) -> Array:
+    """−Σ p log p with p = softmax(logits[b, t] / temperature); logits [B, T, V] give [B, T]."""
+    log_p = jax.nn.log_softmax(float32(logits) / temperature, axis=-1)
+    p = jnp.exp(log_p)
+    return -jnp.sum(jnp.where(p > 0, p * log_p, 0.0), axis=-1)
+
+
+def sft(
+    logps: ArrayLike, mask: ArrayLike, *, tokens: ArrayLike | None = None
+) -> tuple[Array, dict[str, Array]]:
+    """loss = Σ mask·(−logps) / max(N, 1), N = Σ mask, or `tokens` if given.
+
+    logps and mask [B, T]; the mask is 1 at tokens that are trained on. With the `tokens` of the
+    whole batch, the losses of microbatches sum to that of the batch.
+
+    Metrics: `tokens`, the number of tokens in the mask.
+    """
+    mask = float32(mask)
+    count = mask.sum()
+    loss = -masked_sum(float32(logps), mask) / divisor(count if tokens is None else tokens)
+    return loss, {"tokens": count}

@@ -16,10 +16,10 @@ from maxtext.trainers.losses.common import (
     constant,
     divisor,
     float32,
+    logps,
     masked,
     masked_sum,
 )
-from maxtext.trainers.losses.logps import logps
 
 MIN_NORM = 1e-6
 MIN_LOG_PROB = -1e30

@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 
 from maxtext.common.trees import merge_dicts
-from maxtext.configs.remat import OFFLOADED, SAVED_ON_DEVICE
 from maxtext.configs.types import MaxTextConfig
+from maxtext.configs.types.remat import OFFLOADED, SAVED_ON_DEVICE
 from maxtext.sharding import AxisRules, use_rules
 from maxtext.sharding.memory import ActivationSharding, MemoryBytes, single_device_rules
 from maxtext.trainers.model_losses import layer_inputs

@@ -25,12 +25,12 @@ from maxtext.sharding import AxisRules
 from maxtext.sharding.collectives import Collective, count_collectives
 from maxtext.sharding.memory import MemoryBytes, abstract_mesh, max_gathered_bytes, shard_bytes
 from maxtext.sharding.topology import Target
-from maxtext.trainers.batch_size import StepBatches
 from maxtext.trainers.compilation.compile import (
     OutOfDeviceMemory,
     compile_lowered,
     lower_train_step,
 )
+from maxtext.trainers.data_loader import StepBatches
 from maxtext.trainers.memory.activations import SavedActivations, activations_by_policy, policy_of
 from maxtext.trainers.methods import method_of
 from maxtext.trainers.run_context import RunContext

@@ -18,8 +18,8 @@ from maxtext.sharding.topology import find_target
 from maxtext.trainers import tune
 from maxtext.trainers.checkpointing.init_state import initial_state
 from maxtext.trainers.memory.estimate import estimate_memory
-from maxtext.trainers.methods.distillation.features import pop_features
 from maxtext.trainers.methods.distillation.objective import loss_coefficients
+from maxtext.trainers.methods.distillation.teacher import pop_features
 from maxtext.trainers.step import make_eval_step
 from tests.support.distillation import (
     PROBE,

@@ -10,13 +10,13 @@ from maxtext.configs.derive import Devices
 from maxtext.models.configuration import load
 from maxtext.models.transformer import initial_weights, make_template
 from maxtext.trainers.methods.rl.grpo import GRPOObjective
-from maxtext.trainers.methods.rl.rollout import Rollout
-from maxtext.trainers.methods.rl.rollout_step import rollout_fields, token_field
-from maxtext.trainers.methods.rl.shared_prompts import (
+from maxtext.trainers.methods.rl.prompt_loader import (
     common_lengths,
     group_microbatches,
     shared_prefix,
 )
+from maxtext.trainers.methods.rl.rollout import Rollout
+from maxtext.trainers.methods.rl.rollout_step import rollout_fields, token_field
 from maxtext.trainers.step import split_rows
 
 GENERATIONS, LENGTH, PROMPT = 4, 16, 8

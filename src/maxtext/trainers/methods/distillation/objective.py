@@ -23,9 +23,8 @@ from maxtext.optimizers import schedule_steps
 from maxtext.sharding.explicit import auto_sharded
 from maxtext.trainers.losses.common import masked_sum
 from maxtext.trainers.losses.distill import anneal, distill, feature_distances
-from maxtext.trainers.methods.distillation.features import pop_features
 from maxtext.trainers.methods.distillation.learn_to_init import LearnToInit
-from maxtext.trainers.methods.distillation.teacher import read_teacher_weights
+from maxtext.trainers.methods.distillation.teacher import pop_features, read_teacher_weights
 from maxtext.trainers.methods.distillation.weight_maps import WeightMaps
 from maxtext.trainers.model_losses import (
     Batch,
@@ -34,12 +33,12 @@ from maxtext.trainers.model_losses import (
     eval_loss_sums,
     run_head,
     sum_aux_losses,
+    sum_tiles,
     target_mask,
     training_inputs,
     z_loss_sums,
 )
 from maxtext.trainers.objective import LanguageModelObjective, Sums
-from maxtext.trainers.sequence_tiles import sum_tiles
 
 TOKEN_SUMS = ("soft_loss", "hard_loss", "kl", "kl_temperature_1", "teacher_loss")
 COEFFICIENTS = ("distill_alpha", "distill_temperature", "distill_beta")

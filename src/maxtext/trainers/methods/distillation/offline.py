@@ -26,12 +26,12 @@ from maxtext.trainers.model_losses import (
     bind_model,
     run_head,
     sum_aux_losses,
+    sum_tiles,
     target_mask,
     training_inputs,
     z_loss_sums,
 )
 from maxtext.trainers.objective import LanguageModelObjective, Sums
-from maxtext.trainers.sequence_tiles import sum_tiles
 
 OFFLINE_SUMS = tuple(name for name in TOKEN_SUMS if name != "teacher_loss")
 TEMPERATURE = "distill_temperature"

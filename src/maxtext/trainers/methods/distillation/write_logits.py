@@ -26,10 +26,9 @@ from maxtext.trainers.checkpointing.init_state import initial_weights
 from maxtext.trainers.compilation.compile import lower
 from maxtext.trainers.data_loader import open_train_streams, shard_batch
 from maxtext.trainers.methods.distillation.teacher import teacher_config
-from maxtext.trainers.model_losses import bind_model, training_inputs
+from maxtext.trainers.model_losses import bind_model, map_tiles, training_inputs
 from maxtext.trainers.objective import ModelObjective
 from maxtext.trainers.run_context import RunContext
-from maxtext.trainers.sequence_tiles import map_tiles
 from maxtext.trainers.shardings import with_shardings
 from maxtext.trainers.trainable import has_adapters
 

@@ -25,8 +25,7 @@ from maxtext.trainers.model_losses import (
     target_mask,
     training_inputs,
 )
-from maxtext.trainers.objective import Sums
-from maxtext.trainers.policy_objective import PolicyObjective
+from maxtext.trainers.objective import PolicyObjective, Sums
 
 REFERENCE_LOGPS = ("reference_chosen_logps", "reference_rejected_logps")  # [P], computed before
 ROW_AXES = ("activation_embed_and_logits_batch",)

@@ -18,24 +18,22 @@ import jax.numpy as jnp
 
 from maxtext.common.errors import ConfigError
 from maxtext.configs.types import MaxTextConfig
+from maxtext.layers.inputs import SharedPrefix
 from maxtext.layers.parameters import Template
-from maxtext.layers.shared_prefix import SharedPrefix
 from maxtext.sharding.explicit import auto_sharded
-from maxtext.trainers.losses.common import constant, masked, masked_sum
+from maxtext.trainers.losses.common import constant, entropies, logps, masked, masked_sum
 from maxtext.trainers.losses.grpo import grpo, sampler_weights
-from maxtext.trainers.losses.logps import entropies, logps
 from maxtext.trainers.model_losses import (
     Batch,
     Losses,
     bind_model,
+    map_tiles,
     run_head,
     sum_aux_losses,
     target_mask,
     training_inputs,
 )
-from maxtext.trainers.objective import Sums
-from maxtext.trainers.policy_objective import PolicyObjective
-from maxtext.trainers.sequence_tiles import map_tiles
+from maxtext.trainers.objective import PolicyObjective, Sums
 
 SAMPLER_LOGPS = "sampler_logps"  # [B, S, 1]
 OLD_LOGPS = "old_logps"  # [B, S, 1], of the trainer with the weights that sampled

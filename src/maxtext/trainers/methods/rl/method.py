@@ -65,7 +65,7 @@ def sample_groups(setup: StepSetup) -> "TrainStep":
 
 
 def evaluate_responses(train_step: "TrainStep", recorder: "Recorder") -> "list[Hook]":
-    from maxtext.trainers.methods.rl.evaluation_hook import response_evaluation_hooks
+    from maxtext.trainers.methods.rl.response_evaluation import response_evaluation_hooks
     from maxtext.trainers.methods.rl.rollout_step import GroupRolloutStep
 
     assert isinstance(train_step, GroupRolloutStep)

@@ -3,6 +3,9 @@
 Every problem gets num_eval_passes responses, eval_batch_size problems at a time. Their seeds depend
 on data_shuffle_seed, the problem and the number of the response, so that neither other problems nor
 the number of slots change a text.
+
+The hook that evaluates a policy by sampling: before the first step, every eval_interval steps
+from eval_start_step on, and after the last step.
 """
 
 import json
@@ -16,8 +19,10 @@ import numpy as np
 
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.common.files import atomic_writer
+from maxtext.common.log import LOGGER
 from maxtext.configs.eval_sampling import evaluation_sampling
 from maxtext.configs.types import MaxTextConfig
+from maxtext.diagnostics.metrics import Recorder
 from maxtext.inference.llm import LLM
 from maxtext.inference.requests import GenerationRequest
 from maxtext.inference.sampling.params import SamplingParams
@@ -26,7 +31,9 @@ from maxtext.input_pipeline.loader import open_data_streams
 from maxtext.input_pipeline.row_formats import PROMPTS
 from maxtext.tokenizers import Tokenizer, load_tokenizer
 from maxtext.trainers.data_loader import eval_data_hint
-from maxtext.trainers.methods.rl.agents.agent import AgenticSampler
+from maxtext.trainers.hooks import is_evaluation_due
+from maxtext.trainers.loop import Hook, Loop
+from maxtext.trainers.methods.rl.agents.agent import AgenticSampler, conversation_columns
 from maxtext.trainers.methods.rl.group_sampler import Prompt, mean, read_prompts
 from maxtext.trainers.methods.rl.rewards.answers import RewardKeys, accepted_answers
 from maxtext.trainers.methods.rl.rewards.functions import (
@@ -37,6 +44,7 @@ from maxtext.trainers.methods.rl.rewards.functions import (
 )
 from maxtext.trainers.methods.rl.rewards.grading import combine_grades, grade_problems, pass_at_k
 from maxtext.trainers.methods.rl.rollout import sample_seed
+from maxtext.trainers.methods.rl.rollout_step import GroupRolloutStep
 
 FILE = "evaluation.jsonl"
 
@@ -258,3 +266,81 @@ def write_responses(config: MaxTextConfig, evaluation: ResponseEvaluation, folde
             if (problem.accuracy == 1) == config.eval_corr_lst:
                 file.write(problem.to_json() + "\n")
     return folder / FILE
+
+
+class EvaluateResponses(Hook):
+    """Writes the metrics of `ResponseEvaluation` with the prefix eval_, and the responses to the
+    folder of the run if eval_make_lst is set."""
+
+    def __init__(self, step: GroupRolloutStep, problems: list[Prompt], recorder: Recorder):
+        self.step = step
+        self.config = step.config
+        self.problems = problems
+        self.recorder = recorder
+        self.folder = Path(step.folder)
+        self.is_first = True
+
+    def before_step(self, loop: Loop) -> None:
+        if loop.step == 0 and self.is_first:
+            self.evaluate_policy(loop)
+        self.is_first = False
+
+    def after_step(self, loop: Loop) -> None:
+        if loop.step == loop.steps or is_evaluation_due(self.config, loop.step):
+            self.evaluate_policy(loop)
+
+    def evaluate_policy(self, loop: Loop) -> None:
+        """The record has the number of the step before, as that of an evaluation loss; the first
+        has 0."""
+        loop.wait()
+        engine, sampler = self.step.engine, self.step.sampler
+        count = problems_per_batch(self.config, len(self.problems)) * self.config.num_eval_passes
+
+        def sample(problems: Sequence[Prompt], requests: Sequence[GenerationRequest]) -> Responses:
+            rollouts = sampler.complete([problem.columns for problem in problems], requests)
+            texts = [rollout.text(sampler.tokenizer) for rollout in rollouts]
+            return Responses(texts, conversation_columns(rollouts))
+
+        engine.sync(self.step.context.model_weights(loop.state), count)
+        try:
+            evaluation = evaluate_responses(
+                self.config,
+                self.problems,
+                sample,
+                sampler.rewards,
+                stop_token_ids=sampler.stop_token_ids,
+            )
+        finally:
+            engine.release()
+        metrics = evaluation.metrics
+        LOGGER.info(
+            "after %d steps: %s",
+            loop.step,
+            ", ".join(f"{name} {value:.4g}" for name, value in metrics.items()),
+        )
+        self.recorder.write(
+            {"step": max(loop.step - 1, 0)}
+            | {f"eval_{name}": value for name, value in metrics.items()}
+        )
+        if self.config.eval_make_lst:
+            write_responses(self.config, evaluation, self.folder)
+        loop.restart_clock()
+
+
+def response_evaluation_hooks(step: GroupRolloutStep, recorder: Recorder) -> list[Hook]:
+    """Empty if the run has no evaluation data. Raises ConfigError if a key asks for evaluation
+    and there is no data."""
+    config = step.config
+    if not config.num_test_batches:
+        return []
+    problems = read_problems(config)
+    if problems is None:
+        for key in ("eval_interval", "num_test_batches"):
+            if config.source(key).kind not in ("default", "file"):
+                raise ConfigError(
+                    f"{key}={getattr(config, key)} ({config.source(key)}) needs evaluation data: "
+                    f"{eval_data_hint(config)}"
+                )
+        LOGGER.info("the policy is not evaluated: %s", eval_data_hint(config))
+        return []
+    return [EvaluateResponses(step, problems, recorder)]

@@ -31,8 +31,7 @@ from maxtext.inference.requests import GenerationRequest
 from maxtext.inference.sampling.sampler import derive_seed
 from maxtext.inference.text.session import OutputProcessor
 from maxtext.input_pipeline import Batch
-from maxtext.input_pipeline.packing import pad_row
-from maxtext.input_pipeline.sequences import masked_sequence
+from maxtext.input_pipeline.packing import masked_sequence, pad_row
 from maxtext.layers.context import INFERENCE
 from maxtext.layers.lora import split_adapter
 from maxtext.layers.parameters import Template

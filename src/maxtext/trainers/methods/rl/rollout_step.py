@@ -54,7 +54,12 @@ from maxtext.trainers.methods.rl.grpo import (
     GRPOObjective,
     needs_old_logps,
 )
-from maxtext.trainers.methods.rl.prompt_loader import PromptLoader
+from maxtext.trainers.methods.rl.prompt_loader import (
+    PromptLoader,
+    common_lengths,
+    group_microbatches,
+    shared_prefix,
+)
 from maxtext.trainers.methods.rl.rewards.answers import RewardKeys, read_answer
 from maxtext.trainers.methods.rl.rewards.functions import build_rewards
 from maxtext.trainers.methods.rl.rollout import (
@@ -64,11 +69,6 @@ from maxtext.trainers.methods.rl.rollout import (
     stop_token_ids,
 )
 from maxtext.trainers.methods.rl.rollout_log import RolloutLog, ScoredRollout
-from maxtext.trainers.methods.rl.shared_prompts import (
-    common_lengths,
-    group_microbatches,
-    shared_prefix,
-)
 from maxtext.trainers.methods.rl.spans import Clock, SpanLog
 from maxtext.trainers.methods.rl.weight_sync import WeightSync
 from maxtext.trainers.shardings import with_shardings

@@ -7,7 +7,7 @@ import pytest
 from transformers.utils import get_json_schema
 
 from maxtext.common.errors import ConfigError
-from maxtext.trainers.methods.rl.agents.function_schema import function_schema
+from maxtext.trainers.methods.rl.agents.tools import function_schema
 
 
 class Unit(Enum):

@@ -116,6 +116,7 @@ def test_rewards_of_a_run_with_an_environment(base):
     class Config:
         reward_functions_path = ""
         reward_weights = None
+        reward_model_path = ""
 
     environment = Agent.from_python((), Echo).rewards
     functions = reward_functions([share_of_low_bytes])

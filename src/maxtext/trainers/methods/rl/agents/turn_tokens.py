@@ -12,7 +12,7 @@ from itertools import takewhile
 from typing import Any
 
 from maxtext.common.errors import ConfigError, UserError
-from maxtext.common.sequences import common_prefix_length
+from maxtext.common.trees import common_prefix_length
 from maxtext.tokenizers import ChatTemplate, Tokenizer
 from maxtext.tokenizers.chat import CONTENT_MARK
 from maxtext.trainers.methods.rl.agents.environment import Message
