@@ -47,7 +47,7 @@ lint: .venv/test
 	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/mypy
 
-# Also writes base.yml from configs/types.
+# Also writes base.yml and docs/keys.md from configs/types.
 format: .venv/test
 	$(BIN)/python -m maxtext.configs.base_file
 	$(BIN)/ruff check --fix $(SOURCES)

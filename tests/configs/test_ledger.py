@@ -83,6 +83,7 @@ def derivation_inputs() -> set[str]:
 def test_base_yml_is_written_from_the_declarations():
     """After a change of configs/types: make format."""
     assert sources.BASE.read_text(encoding="utf-8") == base_file.base_text()
+    assert base_file.REFERENCE.read_text(encoding="utf-8") == base_file.reference_text()
 
 
 def test_needs_are_conditions_of_settings():

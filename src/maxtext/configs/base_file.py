@@ -1,12 +1,15 @@
-"""base.yml, written from the declarations of the keys: `python3 -m maxtext.configs.base_file`.
+"""base.yml and docs/keys.md, written from the declarations of the keys:
+`python3 -m maxtext.configs.base_file`.
 
-It has three parts: the keys that act, by group; the computed keys; and those that do not act, by
+Both have three parts: the keys that act, by group; the computed keys; and those that do not act, by
 reason.
 """
 
 import textwrap
+from pathlib import Path
 
-from maxtext.configs import serialize
+from maxtext.configs import fields, serialize
+from maxtext.configs.rules import RULES
 from maxtext.configs.sources import BASE
 from maxtext.configs.types import GROUPS, DerivedValues, Settings, declaration
 
@@ -20,37 +23,55 @@ HEADER = """\
 # `maxtext config explain KEY` describes a key, `maxtext config status` lists the keys that act.
 # It is written from configs/types by `python3 -m maxtext.configs.base_file`.
 """
+REFERENCE = Path(__file__).parents[3] / "docs" / "keys.md"  # in a checkout
+REFERENCE_HEADER = """\
+# Configuration keys
+
+Every key, with its default, its values and what it needs in order to act. `maxtext config explain
+KEY` shows a key with its value and source in a run, and [configuration.md](configuration.md) says
+where values come from. `make format` writes this page and
+[`base.yml`](../src/maxtext/configs/base.yml) from `configs/types`.
+"""
+REFERENCE_COLUMNS = ("key", "default", "values", "meaning", "needs")
+LONGEST_DEFAULT = 40  # characters
 KINDS = {"not_yet": "Not yet", "never": "Never"}
 
 
 def base_text() -> str:
     """The text of base.yml."""
+    acting, computed, inert = parts()
+    return "\n".join(
+        [
+            HEADER,
+            "# ==== Keys that act\n",
+            *(section(title, keys) for title, keys in acting.items()),
+            "# ==== Computed keys\n",
+            *(section(title, keys) for title, keys in computed.items()),
+            "# ==== Keys that do not act\n"
+            "# Setting one of them to another value is an error that gives the reason.\n",
+            *(section(title, keys) for title, keys in inert.items()),
+        ]
+    )
+
+
+def parts() -> tuple[dict[str, list[str]], dict[str, list[str]], dict[str, list[str]]]:
+    """The keys that act and the computed keys by group, and those that do not act by reason."""
+    acting: dict[str, list[str]] = {}
+    computed: dict[str, list[str]] = {}
     inert: dict[str, list[str]] = {}
-    acting, computed = [], ""
     for group in GROUPS:
         title = f"{group.__name__}: {group.__doc__}"
         if group is DerivedValues:
-            computed = section(title, list(group.model_fields))
+            computed[title] = list(group.model_fields)
             continue
-        keys = [key for key in group.model_fields if declaration(key).status.kind == "acts"]
-        acting += [section(title, keys)] if keys else []
         for key in group.model_fields:
             status = declaration(key).status
-            if status.kind in KINDS:
+            if status.kind == "acts":
+                acting.setdefault(title, []).append(key)
+            elif status.kind in KINDS:
                 inert.setdefault(f"{KINDS[status.kind]}: {status.reason}", []).append(key)
     titles = sorted(inert, key=lambda title: title.startswith(KINDS["never"]))
-    sections = [section(title, inert[title]) for title in titles]
-    parts = [
-        HEADER,
-        "# ==== Keys that act\n",
-        *acting,
-        "# ==== Computed keys\n",
-        computed,
-        "# ==== Keys that do not act\n"
-        "# Setting one of them to another value is an error that gives the reason.\n",
-        *sections,
-    ]
-    return "\n".join(parts)
+    return acting, computed, {title: inert[title] for title in titles}
 
 
 def section(title: str, keys: list[str]) -> str:
@@ -89,5 +110,58 @@ def value_text(key: str, value: object) -> str:
     return f"{key}:\n{wrapped}"
 
 
+def reference_text() -> str:
+    """The text of docs/keys.md."""
+    acting, computed, inert = parts()
+    return "\n".join(
+        [
+            REFERENCE_HEADER,
+            *(table(title, keys, REFERENCE_COLUMNS) for title, keys in acting.items()),
+            *(table(title, keys, ("key", "meaning")) for title, keys in computed.items()),
+            "## Keys that do not act\n\n"
+            "Setting one of them to another value is an error that gives the reason.\n",
+            *(
+                f"{title}:\n{', '.join(f'`{key}`' for key in keys)}.\n"
+                for title, keys in inert.items()
+            ),
+        ]
+    )
+
+
+def table(title: str, keys: list[str], columns: tuple[str, ...]) -> str:
+    name, _, text = title.partition(": ")
+    rows = [columns, ("---",) * len(columns), *(cells(key, columns) for key in keys)]
+    lines = "".join(f"| {' | '.join(row)} |\n" for row in rows)
+    return f"## {name}\n\n{text}\n\n{lines}"
+
+
+def cells(key: str, columns: tuple[str, ...]) -> tuple[str, ...]:
+    declared = declaration(key)
+    default = Settings.model_fields[key].get_default(call_default_factory=True)
+    value = serialize.compact(default if declared.base is None else declared.base)
+    choices = ", ".join(f"`{choice}`" for choice in declared.choices if choice)
+    needs = RULES.requirements.get(key, ())
+    texts = {
+        "key": f"`{key}`",
+        "default": "empty"
+        if value == "''"
+        else f"`{value}`"
+        if len(value) <= LONGEST_DEFAULT
+        else "see base.yml",
+        "values": choices or declared.bounds or fields.describe(key),
+        "meaning": declared.meaning,
+        "needs": "; ".join(need for need in needs if isinstance(need, str)),
+    }
+    return tuple(texts[column].replace("|", "\\|").replace("\n", " ") for column in columns)
+
+
+def short(default: str) -> str:
+    """A default for a cell of a table."""
+    if default == "''":
+        return "empty"
+    return f"`{default}`" if len(default) <= LONGEST_DEFAULT else "see base.yml"
+
+
 if __name__ == "__main__":
     BASE.write_text(base_text(), encoding="utf-8")
+    REFERENCE.write_text(reference_text(), encoding="utf-8")
