@@ -23,6 +23,11 @@ CONTRIBUTING = ROOT / "CONTRIBUTING.md"
 PAGES = sorted(
     [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "benchmarks").glob("*.md")]
 )
+# The changelog also names files of earlier versions.
+CURRENT_PAGES = [page for page in PAGES if page.name != "CHANGELOG.md"]
+WRITTEN_BY_A_RUN = {"run/config.yml"}
+CODE_FOLDERS = "src|tests|benchmarks|docs|examples|deploy"
+DRAW_ROOMS = ROOT / "docs" / "draw_rooms.py"
 
 
 @cache
@@ -40,19 +45,58 @@ def definitions(path: Path) -> frozenset[str]:
 
 
 def find_file(path: str) -> Path | None:
-    return next((root / path for root in (PACKAGE, ROOT) if (root / path).is_file()), None)
+    """The file of this path, or the first that a pattern matches, in the package or the repository;
+    a bare name is that of a file in any folder.
+    """
+    patterns = [(PACKAGE, path), (ROOT, path)]
+    if "/" not in path:
+        patterns = [(ROOT / folder, f"**/{path}") for folder in ("src", "tests", "benchmarks")]
+    files = (file for root, pattern in patterns for file in root.glob(pattern) if file.is_file())
+    return next(files, None)
 
 
-@pytest.mark.parametrize("page", [ARCHITECTURE, CONTRIBUTING], ids=lambda page: page.name)
+def is_missing(path: str, name: str) -> bool:
+    file = find_file(path)
+    return file is None or (bool(name) and name not in definitions(file))
+
+
+@pytest.mark.parametrize("page", CURRENT_PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_named_files_and_functions_exist(page):
-    references = re.findall(r"`((?:\w+/)+\w+\.(?:py|yml))(?::([\w.]+))?`", page.read_text())
-    assert references
-    missing = []
-    for path, name in references:
-        file = find_file(path)
-        if file is None or (name and name not in definitions(file)):
-            missing.append(f"{path}:{name}" if name else path)
-    assert not missing
+    text = page.read_text()
+    # A whole code span: `layers/cache.py:PagedKVCache.update`, `tests/sharding/test_layouts_*.py`.
+    references = re.findall(r"`((?:\w+/)+[\w*]+\.(?:py|yml))(?::([\w.]+))?`", text)
+    references += re.findall(r"`(\w+\.py)()`", text)
+    # A path from the root of the repository, anywhere: python benchmarks/rl.py --no-peer.
+    references += re.findall(rf"(?<![\w/.])((?:{CODE_FOLDERS})/[\w*/.]*\w\.(?:py|yml|md))()", text)
+    missing = [":".join(reference) for reference in references if is_missing(*reference)]
+    assert set(missing) <= {f"{path}:" for path in WRITTEN_BY_A_RUN}
+
+
+def test_architecture_and_contributing_name_many_files():
+    for page in (ARCHITECTURE, CONTRIBUTING):
+        assert len(re.findall(r"`(?:\w+/)+\w+\.py", page.read_text())) > 20
+
+
+def load_draw_rooms():
+    spec = importlib.util.spec_from_file_location("draw_rooms", DRAW_ROOMS)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_picture_of_the_rooms_is_fresh():
+    """Rooms and arrows are equal; numbers of lines, and the colors by them, may be 10% old."""
+    count = re.compile(r'>([\d,]+) lines<|fill="#[0-9a-f]{6}"')
+    draw_rooms = load_draw_rooms()
+    imports, lines = draw_rooms.read_rooms()
+    drawn = draw_rooms.PICTURE.read_text()
+    assert count.sub("", drawn) == count.sub("", draw_rooms.draw(imports, lines)), (
+        "run python docs/draw_rooms.py"
+    )
+    drawn_lines = re.findall(r">(\w+)</text>.*?>([\d,]+) lines<", drawn)
+    assert {room: int(count.replace(",", "")) for room, count in drawn_lines} == pytest.approx(
+        lines, rel=0.1
+    )
 
 
 @pytest.mark.parametrize("folder", ["benchmarks", "examples"])

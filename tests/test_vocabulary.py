@@ -4,6 +4,7 @@ A private word for a standard thing is a defect: readers search for the name tha
 papers, PyTorch, vLLM, Flax and Hugging Face. CONTRIBUTING.md states the rule.
 """
 
+import ast
 import io
 import re
 import subprocess
@@ -76,6 +77,7 @@ PHRASES = {
     "what is kept of": "what is saved of",
     "side by side": "in parallel",
     "a sign of life": "progress",
+    "anew": "again",
 }
 # Retired names of modules.
 MODULES = {
@@ -166,3 +168,23 @@ def test_retired_phrase(phrase, texts):
 def test_retired_module(name, texts):
     uses = [str(path.relative_to(ROOT)) for path in texts if path.name == name]
     assert not uses, f"name it {MODULES[name]}"
+
+
+def docstrings(tree: ast.Module) -> Iterator[tuple[str, int]]:
+    """(docstring, line) of a module, its classes and its functions."""
+    documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    for node in ast.walk(tree):
+        if isinstance(node, documented) and (text := ast.get_docstring(node)):
+            yield text, node.body[0].lineno
+
+
+def test_docstrings_of_the_package_begin_with_a_noun_or_a_verb(texts):
+    """Not with a bare relative: "The requirements of a key", not "What a key needs"."""
+    found = [
+        f"{path.relative_to(ROOT)}:{line}"
+        for path, text in texts.items()
+        if path.suffix == ".py" and path.is_relative_to(ROOT / "src")
+        for docstring, line in docstrings(ast.parse(text))
+        if docstring.split(maxsplit=1)[0] in ("What", "Those", "That")
+    ]
+    assert not found

@@ -3,7 +3,6 @@
 import importlib
 import runpy
 import sys
-import types
 from pathlib import Path
 
 import pytest
@@ -192,11 +191,11 @@ def test_presets_have_the_paths_of_a_checkout(path, preset, tmp_path, monkeypatc
 def test_modules_are_doors_to_commands(module, command, monkeypatch):
     commands = []
     monkeypatch.syspath_prepend(Path(maxtext.__file__).parents[1])
-    monkeypatch.setitem(
-        sys.modules, "maxtext.cli.entry", types.SimpleNamespace(entry=commands.append)
-    )
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
-    assert commands == [command]
+    monkeypatch.setattr(sys, "argv", [module])
+    monkeypatch.setattr("maxtext.cli.main.main", lambda args: commands.append(args) or 0)
+    with pytest.raises(SystemExit, match="^0$"):
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    assert commands == [[command]]
 
 
 def test_importing_an_alias_runs_nothing(monkeypatch):

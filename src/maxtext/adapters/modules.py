@@ -48,7 +48,7 @@ class ModelModules:
 
     @cached_property
     def bound_rules(self) -> list[tuple[TensorRule, int | None, BoundRule]]:
-        """All tensor rules of the model, each with a layer. A tied model has one of its head, too,
+        """All tensor rules of the model, each with a layer. A tied model also has one of its head,
         for adapters with a copy of it."""
         rules = hf_registry.rules(self.mapping, self.config)
         shapes = {name: info.shape for name, info in self.param_infos.items()}
@@ -58,7 +58,7 @@ class ModelModules:
 
     @cached_property
     def bindings(self) -> list[Binding]:
-        """Those of all linear layers, in the order in which transformers' modules have them. A
+        """The bindings of all linear layers, in the order of transformers' modules. A
         layer of experts may have two: its modules, and a parameter."""
         bindings: list[Binding] = []
         for rule, layer, bound in self.bound_rules:
@@ -111,7 +111,7 @@ class ModelModules:
 
     @cached_property
     def hf_names(self) -> set[str]:
-        """Those of all tensors of the model."""
+        """The Hugging Face names of all tensors of the model."""
         return {name for _, _, bound in self.bound_rules for name in bound.hf_names}
 
     @cached_property

@@ -146,7 +146,7 @@ class AdapterReader:
         return "is of a module that the model lacks"
 
     def module_problems(self, binding: ModuleBinding, present: Sequence[str]) -> Iterator[str]:
-        """What is wrong with the tensors of the modules of a binding."""
+        """Problems with the tensors of the modules of a binding."""
         if binding.stacks_experts and len(present) < len(binding.hf):
             missing = next(module for module in binding.hf if module not in present)
             yield f"{missing}{peft.A} is missing: all experts must have an adapter"
@@ -180,7 +180,7 @@ class AdapterReader:
     def parameter_problems(
         self, module: str, present: Sequence[str], selected: Mapping[str, ParameterBinding]
     ) -> Iterator[str]:
-        """What is wrong with the tensors of a module of experts."""
+        """Problems with the tensors of a module of experts."""
         if selected.keys() != set(present):
             names = [binding.last_name for binding in self.modules.of_parameters[module]]
             yield (
@@ -253,8 +253,8 @@ class AdapterReader:
         self.tensors[f"{path}/{A}"], self.tensors[f"{path}/{B}"] = factors
 
     def pattern_name(self, binding: Binding, name: str) -> str:
-        """What patterns of ranks and alphas match for the target whose tensors have this name: the
-        name of the module, of its weight if that is the target, or of the parameter, in the model
+        """The name that patterns of ranks and alphas match for the target whose tensors have this
+        name: of the module, of its weight if that is the target, or of the parameter, in the model
         that the folder is for, which may be multimodal."""
         in_folder = self.names[name + peft.A].removeprefix(peft.PREFIX).removesuffix(peft.A)
         if isinstance(binding, ParameterBinding):
@@ -342,7 +342,7 @@ class AdapterWriter:
     modules: ModelModules
     prefixes: tuple[str, str]  # how names begin in rules, and in the model of the folder
     tensors: dict[str, np.ndarray] = field(default_factory=dict)
-    # By target: a module, or a parameter, which `parameters` has, too.
+    # By target: a module, or a parameter, which is also in `parameters`.
     ranks: dict[str, int] = field(default_factory=dict)
     alphas: dict[str, float] = field(default_factory=dict)
     parameters: set[str] = field(default_factory=set)

@@ -90,7 +90,7 @@ class AdapterSlots:
 
     @property
     def spec(self) -> AdapterSpec:
-        """What a model needs to serve these adapters."""
+        """The adapter spec of a model that serves these adapters."""
         return serving_spec([item.adapter for item in self.loaded.values()], self.slots, self.dtype)
 
 

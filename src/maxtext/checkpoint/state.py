@@ -2,7 +2,7 @@
 
 The paths do not depend on the classes of the trainer or the optimizer:
 ("weights", "embedder", "embedding"), ("optimizer", …, "mu", "embedder", "embedding"), ("step",),
-("key",). On disk they are nested folders of one tree, so that other programs can read it, too.
+("key",). On disk they are nested folders of one tree, so that other programs can also read it.
 
 Reads checkpoints in which parameters have their former names.
 

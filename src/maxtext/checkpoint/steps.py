@@ -196,7 +196,7 @@ def read_digests(step: Path) -> dict[str, dict]:
 
 def verify(step: Path, process: int = 0, processes: int = 1, thorough: bool = True) -> list[str]:
     """Check this process's part of the files that the digests list, and return the problems.
-    `thorough` reads the files to verify their checksums, too.
+    `thorough` also reads the files to verify their checksums.
     """
     try:
         entries = read_digests(step)

@@ -201,7 +201,7 @@ def shape_mismatch(name: str, shape: Shape, expected: Shape) -> str:
 
 
 def dtype_problem(name: str, tensor: TensorInfo) -> str | None:
-    """What is wrong with the dtype of a weight: integers, and fp8 without scales, are refused."""
+    """A problem with the dtype of a weight, such as integers or fp8 without scales, or None."""
     if tensor.dtype in FLOATS:
         return None
     dtype = DTYPE_NAMES.get(tensor.dtype, tensor.dtype)

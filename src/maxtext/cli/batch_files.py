@@ -261,7 +261,7 @@ class TextDecoder:
     def is_special_token(self, token: int) -> bool:
         if token in (self.tokenizer.bos_id, self.tokenizer.eos_id):
             return True
-        # Decoding drops a leading space, too, but a space is not a special token.
+        # Decoding also drops a leading space, but a space is not a special token.
         return not self.tokenizer.decode([token]) and bool(
             self.tokenizer.id_to_token(token).strip("▁ ")
         )

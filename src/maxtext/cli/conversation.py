@@ -206,7 +206,7 @@ class ServerConversation(Conversation):
 
 @dataclass(frozen=True)
 class Chunk:
-    """What a chat uses of a chunk."""
+    """The fields of a chunk that a chat uses."""
 
     text: str = ""
     reasoning: str = ""

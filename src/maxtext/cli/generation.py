@@ -1,5 +1,5 @@
-"""What decode, chat, batch and bench share: from arguments to a loaded model, and from texts to
-prompts of token ids.
+"""Functions that decode, chat, batch and bench share: from arguments to a loaded model, and from
+texts to prompts of token ids.
 
 A model is a folder (Hugging Face, native, or a run's checkpoints), org/name of the Hugging Face
 Hub, or the name of a model, which gives random weights.

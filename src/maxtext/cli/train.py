@@ -100,8 +100,8 @@ def train_run(path: str | None, overrides: list[str], command: Sequence[str]) ->
 
 
 def next_command(config: MaxTextConfig, signal: int | None, command: Sequence[str]) -> str:
-    """What to type after a run: `command` again if a signal ended it, else what generates text with
-    its weights; empty if the run left nothing for that."""
+    """The next command after a run: `command` again if a signal ended it, else one that generates
+    text with its weights; empty if the run left nothing for that."""
     from maxtext.configs.derive import run_folder
     from maxtext.tokenizers import chat_template, load_tokenizer
     from maxtext.trainers.checkpointing.export import ADAPTER_FOLDER, STUDENT_FOLDER

@@ -238,7 +238,7 @@ V2 = ("memory.max", "memory.current", "inactive_file")
 
 
 def cgroup_free_bytes(mount: Path, path: str, names: tuple[str, str, str]) -> float:
-    """What a cgroup and those above it leave; infinite without a limit."""
+    """Bytes that a cgroup and its parents leave free; infinite without a limit."""
     free = float("inf")
     folder = mount / path.strip("/")
     while folder.is_relative_to(mount):

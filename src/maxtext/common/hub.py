@@ -38,7 +38,7 @@ def find_folder(path: str | os.PathLike, access_token: str | None = None) -> Pat
 
 
 def model_name(path: str) -> str:
-    """What a model is called: the name of its folder, or on the Hub the part after the slash."""
+    """The name of a model: the name of its folder, or on the Hub the part after the slash."""
     match = NAME.fullmatch(path)
     if match is not None and not local_path(path).exists():
         return match[1].rpartition("/")[2]

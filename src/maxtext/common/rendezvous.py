@@ -8,10 +8,10 @@ The first source that describes several processes decides:
    and index of 3 to 5;
 2. TPU pods: JAX finds the other hosts itself;
 3. Open MPI, before SLURM, whose variables mpirun's daemons pass on to all processes;
-4. SLURM, but only under `srun`: the batch script and a shell in an allocation have the job's
-   variables, too;
+4. SLURM, but only under `srun`: the batch script and a shell in an allocation also have
+   the job's variables;
 5. Kubernetes: the index is JOB_COMPLETION_INDEX, which Indexed Jobs and JobSets set; the count must
-   be set, too;
+   also be set;
 6. none of these: a single process.
 
 JAX has a detection of its own for 3 to 5, which is not used: under SLURM it takes the tasks of the

@@ -67,7 +67,7 @@ def exit_cleanly_on(number: int, message: str) -> Iterator[None]:
 
 
 def starting_service() -> contextlib.AbstractContextManager[None]:
-    """For a service that is not ready yet: supervisors stop it with SIGTERM then, too, which is no
+    """For a service that is not ready yet: supervisors also stop it with SIGTERM then, which is no
     failure.
     """
     return exit_cleanly_on(signal.SIGTERM, "stopped by SIGTERM while the model was loading")

@@ -22,7 +22,7 @@ def evaluation_sampling(name: str, generation_configs: Json) -> Json:
 
 
 def sampling_problem(settings: Settings) -> str | None:
-    """What is wrong with generation_configs or the name of the strategy, or None."""
+    """A problem with generation_configs or the name of the strategy, or None."""
     for name, entry in settings.generation_configs.items():
         if not isinstance(entry, Mapping):
             return f"generation_configs.{name} must map {', '.join(FIELDS)} to numbers"

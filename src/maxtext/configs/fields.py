@@ -1,4 +1,4 @@
-"""What a key accepts, according to its type: parsing text, the meaning of `none`, descriptions of
+"""The values that a key accepts, by its type: parsing text, the meaning of `none`, descriptions of
 the type for messages.
 
 YAML as configuration files use it.

@@ -40,7 +40,7 @@ def is_chosen(source: Source) -> bool:
 
 
 def value_problem(key: str, value: object) -> str | None:
-    """What is wrong with the numbers and strings of a value, as the end of a sentence."""
+    """A problem with the numbers and strings of a value, as the end of a sentence, or None."""
     for leaf in leaves(value):
         if isinstance(leaf, str):
             if "\0" in leaf or has_surrogates(leaf):

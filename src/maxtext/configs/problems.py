@@ -1,4 +1,4 @@
-"""What is wrong with a configuration, as data: which key, what kind of problem, and the message."""
+"""Problems of a configuration as data: the key, the kind of problem, and the message."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

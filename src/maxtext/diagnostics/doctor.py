@@ -66,7 +66,7 @@ def diagnose(output_directory: str, environ: Mapping[str, str] = os.environ) -> 
 
 
 def model_implementations() -> Iterator[tuple[str, str]]:
-    """What the layers of an 8B Llama would be built from, by what is run."""
+    """The implementations of the layers of an 8B Llama, for each use of the model."""
     cases = {
         "training in bfloat16": ([], TRAIN, 0),
         "training in fp8": (["quantization=fp8_full"], TRAIN, 0),

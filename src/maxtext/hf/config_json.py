@@ -21,7 +21,7 @@ LayerSpecs = Sequence[Any]
 
 @dataclass
 class ModelSettings:
-    """What a config.json states: configuration keys, and attributes that no key names."""
+    """The content of a config.json: configuration keys, and attributes that no key names."""
 
     keys: Json
     hf_attributes: Json = dataclass_field(

@@ -90,7 +90,7 @@ class SliceCopy:
 
     def hf_view(self, array: np.ndarray) -> np.ndarray:
         # Splitting dimensions copies nothing, so this is a view of the array; an index with ...
-        # gives a view, too.
+        # also gives a view.
         return array[(*self.hf_slice, ...)].reshape(self.hf_split_shape)[(*self.hf_index, ...)]
 
     def native_view(self, array: np.ndarray) -> np.ndarray:

@@ -63,7 +63,9 @@ class EngineStats:
 
 
 class AsyncEngine:
-    """Serves up to `slots` sequences at a time, and lets `max_queue` more wait."""
+    """Runs an engine in its own thread: up to `slots` sequences at a time, and up to `max_queue`
+    that wait.
+    """
 
     def __init__(
         self,

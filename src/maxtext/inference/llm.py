@@ -72,8 +72,8 @@ MAX_SLOTS = 256  # sequences at a time, for a list of prompts
 
 
 class LLM(AdapterMethods):
-    """A language model. `LLM.load` opens one; its weights are on the mesh that the configuration
-    describes.
+    """A language model with its weights, sharded over the mesh of its configuration. `LLM.load`
+    opens a folder.
     """
 
     def __init__(

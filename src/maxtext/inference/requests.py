@@ -68,7 +68,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class CompletionDelta:
-    """What a step adds to a completion. The last delta has the completion.
+    """The text and tokens that a step adds to a completion. The last delta has the completion.
 
     Tokens come with their text. Tokens whose text is not final yet, since it may begin a stop
     string or end inside a character, come with a later delta.

@@ -86,7 +86,7 @@ class EncodedPrompt:
 def encode_row(
     row: Record, config: MaxTextConfig, tokenizer: Tokenizer | None = None
 ) -> EncodedRow:
-    """What supervised fine-tuning learns from a row. Raises UserError if the row is unusable."""
+    """The tokens and mask of a supervised row. Raises UserError if the row is unusable."""
     try:
         return RowEncoder(config, Split.TRAIN, tokenizer).prepare(row)
     except UnusableRecord as error:
@@ -96,7 +96,7 @@ def encode_row(
 def encode_pair(
     row: Record, config: MaxTextConfig, tokenizer: Tokenizer | None = None
 ) -> EncodedPair:
-    """What preference optimization learns from a row. Raises UserError if the row is unusable."""
+    """The tokens and masks of a preference pair. Raises UserError if the row is unusable."""
     try:
         return PairEncoder(config, Split.TRAIN, tokenizer).prepare(row)
     except UnusableRecord as error:
@@ -128,8 +128,8 @@ def check_columns(
 
 
 class TextEncoder(ABC):
-    """What rows and pairs have in common: columns, formatting function, template, tokens of
-    texts.
+    """The common part of encoders of rows and pairs: columns, formatting function, template, tokens
+    of texts.
     """
 
     forms: ClassVar[tuple[tuple[str, ...], ...]]  # the columns of rows that are recognised
@@ -377,7 +377,7 @@ class PairEncoder(TextEncoder):
 
 
 class ScoredPairEncoder(PairEncoder):
-    """Pairs of reward-model training, whose model reads the last token, too: after it stands a
+    """Pairs of reward-model training, whose model also reads the last token: after it stands a
     token that is only a target. The column `margin` is optional."""
 
     def __init__(self, config: MaxTextConfig, split: Split, tokenizer: Tokenizer | None = None):

@@ -5,7 +5,7 @@
   resumed at once, without `datasets`.
 - Everything else (a name on the hub, a folder with a dataset, another loader, files behind a URL)
   is streamed by `datasets`, in its own order and shuffled within a window of RECORD_WINDOW records.
-  The state is that of the `datasets` stream at the start of the window, so resuming is exact, too.
+  The state is that of the `datasets` stream at the start of the window, so resuming is also exact.
 """
 
 import copy

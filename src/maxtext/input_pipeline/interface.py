@@ -51,7 +51,7 @@ class Split(str, Enum):
 
 
 class LongDocuments(Enum):
-    """What happens to a document with more pairs than fit in a row."""
+    """The treatment of a document with more pairs than fit in a row."""
 
     CUT = "cut"  # it is truncated
     SPLIT = "split"  # it becomes several sequences, each with positions from 0
@@ -60,8 +60,8 @@ class LongDocuments(Enum):
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """What one data stream loads: batches of `rows` rows from shard `index` of `count` of the
-    documents.
+    """The part of the data that one stream loads: batches of `rows` rows from shard `index` of
+    `count` of the documents.
 
     `local_streams` is the number of streams that this process loads at once; they share its
     threads. If `min_rows` is 0, every batch has `rows` rows. Otherwise the last batch may have

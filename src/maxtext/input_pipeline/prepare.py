@@ -55,7 +55,7 @@ Progress = Callable[[int, int, int], None]
 
 @dataclass(frozen=True)
 class PreparePlan:
-    """What will be written."""
+    """The shards to write, and their inputs."""
 
     files: list[str]
     documents: RecordSource
@@ -256,7 +256,7 @@ def open_documents(config: MaxTextConfig, row_format: RowFormat) -> tuple[list[s
 
 
 def identity(tokenizer: Any) -> dict[str, Any]:
-    """What identifies a tokenizer, independent of the path of its file."""
+    """Values that identify a tokenizer, independent of the path of its file."""
     path = getattr(tokenizer, "path", None)
     content = (
         hashlib.sha256(path.read_bytes()).hexdigest() if isinstance(path, Path) else tokenizer.name

@@ -1,5 +1,5 @@
-"""What a row of the data is: a document, a row of supervised fine-tuning, a preference pair or the
-prompt of reinforcement learning.
+"""The formats of a row of the data: a document, a row of supervised fine-tuning, a preference pair
+or the prompt of reinforcement learning.
 
 A training method hands its format to this room, which never asks for the method. A format says how
 records are encoded, which fields a batch has, and what is missing from data that is too small.

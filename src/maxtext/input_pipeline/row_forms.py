@@ -369,7 +369,7 @@ def parse_column(row: Record, column: str, kind: type, wanted: str) -> Any:
 
 
 class Remark(Enum):
-    """What is reported of rows, with a count and the first example: "rows that …"."""
+    """Remarks on rows, reported with a count and the first example: "rows that …"."""
 
     NOT_LEARNED = "are dropped, since none of their tokens is learned"
     SYSTEM_NOT_FIRST = "have a system message that is not the first message"

@@ -61,7 +61,7 @@ class ShardProgress:
 
 @dataclass(frozen=True)
 class Job:
-    """What all shards have in common. `chunk` is the number of documents tokenized at once."""
+    """The inputs that all shards share. `chunk` is the number of documents tokenized at once."""
 
     documents: RecordSource
     encoder: Encoder

@@ -140,7 +140,7 @@ def truncate_counts(counts: Array, buffer_rows: int) -> Array:
     """counts [source, owner, group] without the rows that overflow an owner's buffer, which are
     last in its order.
 
-    The remaining rows of a block are always its first ones: a block is sorted by group, too.
+    The remaining rows of a block are always its first ones: a block is also sorted by group.
     """
     in_order = counts.transpose(1, 2, 0).reshape(len(counts), -1)  # [owner, (group, source)]
     accepted = jnp.clip(buffer_rows - exclusive_cumsum(in_order, 1), 0, in_order)

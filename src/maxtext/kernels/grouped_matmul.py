@@ -29,7 +29,7 @@ def grouped_matmul(
     """x [N, E] sorted by group, weights [X, E, M], group_sizes [X] of int32 -> [N, M].
 
     Accumulates in float32 and returns the dtype of x, which the weights must share: a float32
-    result would make the backward matmuls float32, too.
+    result would also make the backward matmuls float32.
 
     `platform` is that of the only device; None if there are several, or any will do. With a
     platform, the output and dx are undefined after the last group, and callers must not read them.

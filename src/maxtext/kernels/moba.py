@@ -7,7 +7,7 @@ selection has no gradient.
 
 Shapes: B batch, S sequence, H query heads, K key heads, G = H / K, D head_dim, C chunks.
 
-Chunks are contiguous in the row. With `segments` they start anew in each document, by `positions`,
+Chunks are contiguous in the row. With `segments` they restart in each document, by `positions`,
 and gates use only keys of the query's own document: a packed document is treated as if it were
 alone in its row. That takes the product of every query with every key instead of the means, a block
 of queries at a time. The last chunk of a row or document may be short; its mean is not used, since

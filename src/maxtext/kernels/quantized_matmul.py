@@ -9,7 +9,7 @@ the largest, and rounded again. (The Triton kernels use one scale for all tokens
 advance, or cheaper.)
 
 `int8`: a scale for each row and each column, so that one outlier does not affect all others. Each
-matmul contracts other dimensions, so its operands are quantized anew; dw, which sums over all
+matmul contracts other dimensions, so its operands are quantized again; dw, which sums over all
 tokens and suffers most, stays in the dtype of the inputs.
 """
 

@@ -94,7 +94,7 @@ class AdapterSpec:
         return {path: group[0].rpartition("/")[2] for group in self.shared for path in group[1:]}
 
     def source(self, paths: Sequence[str]) -> str | None:
-        """That of the module at these paths; None if its A is its own."""
+        """The source of the module at these paths; None if its A is its own."""
         sources = (self.source_by_path.get(path) for path in paths)
         return next((source for source in sources if source), None)
 
@@ -104,7 +104,7 @@ class AdapterSpec:
 
 
 class AdapterInputs(NamedTuple):
-    """What adapters read of a layer's inputs."""
+    """The inputs of a layer that its adapters read."""
 
     ids: jax.Array | None = None  # of the adapter of each row [B] or token [B, S]; 0: none
     key: jax.Array | None = None  # of dropout; None: no dropout

@@ -45,7 +45,7 @@ QKV = tuple[jax.Array, jax.Array, jax.Array]
 
 
 def empty_cache(spec: AttentionSpec, cache_config: CacheConfig) -> KVCache | None:
-    """None if the layer attends to all tokens anew."""
+    """None if the layer recomputes attention to all tokens."""
     if spec.moba is not None:
         return None
     shape = (spec.kv_heads, spec.head_dim)

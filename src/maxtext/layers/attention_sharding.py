@@ -46,7 +46,7 @@ def attend(inputs: AttentionInputs, backend: str, platform: str) -> jax.Array:
 def packed_request(
     spec: AttentionSpec | MlaSpec, length: int, dtype: str, platform: str
 ) -> AttentionRequest:
-    """What attention over packed rows of `length` tokens asks of a back end."""
+    """The request of attention over packed rows of `length` tokens to a back end."""
     q_heads, k_heads, head_dim, v_head_dim = spec.head_dims
     return AttentionRequest(
         platform=platform,

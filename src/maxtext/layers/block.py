@@ -101,7 +101,7 @@ class Block(Sublayer):
     def connect(
         self, streams: Any, x: jax.Array
     ) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
-        """What a sublayer reads of the residual, and a function that adds its output."""
+        """The input of a sublayer, read from the residual, and a function that adds its output."""
         if streams is None:
             return x, lambda y: constrain_residual(x + y)
         h, state = streams.read(x)

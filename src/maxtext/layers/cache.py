@@ -84,7 +84,7 @@ class KVView:
                 "q_segments": (inputs.positions >= 0).astype(jnp.int32),
                 "k_segments": (self.positions >= 0).astype(jnp.int32),
             }
-        # Windows may be measured in the row; chunks start anew with each document.
+        # Windows may be measured in the row; chunks restart with each document.
         positions = inputs.positions if mask.chunk else None
         return {
             "mask": replace(mask, order=inputs.order),

@@ -1,5 +1,5 @@
-"""What a model is built for: the devices, the precision and the mode, from which each layer takes
-its implementation once.
+"""The context in which a model is built: the devices, the precision and the mode, by which each
+layer chooses its implementation once.
 
 An implementation is a class with `name`, `mode` (the only mode that it is for, or None) and
 `unsupported_reason(spec, context)`, which returns None if it supports the spec. A table lists them,

@@ -5,7 +5,7 @@ embed_dim, M hidden_dim of an expert, P devices that share the experts; with sev
 tokens of one device.
 
 On a mesh, each device sorts its own tokens, and mesh axes have these roles:
-- token axes shard batch or length. Weights that they shard, too (fsdp), are gathered for the
+- token axes shard batch or length. Weights that they also shard (fsdp) are gathered for the
   matmul.
 - expert axes shard the experts, as `exp` and `activation_exp` do. Rows are sent to the owner of
   their expert and back (`kernels/all_to_all.py`). With `ring`, or if an expert axis does not shard

@@ -1,4 +1,4 @@
-"""What the layers of a configuration consist of, computed from their specs.
+"""The capabilities of the layers of a configuration, computed from their specs.
 
 Rules ask this instead of the name of a decoder_block, so that a new family needs no entry in any
 table of features.
@@ -117,7 +117,7 @@ def changed(config: MaxTextConfig, **changes: Any) -> MaxTextConfig:
 
 
 def layers_or_none(config: MaxTextConfig) -> list[Any] | None:
-    """The layers, or None if there are none with these values: specs check them, too."""
+    """The layers, or None if there are none with these values: specs also check them."""
     try:
         return layers(config)
     except (ConfigError, ValueError):

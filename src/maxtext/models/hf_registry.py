@@ -43,7 +43,7 @@ HEAD_DIM = 128  # at which RoPE frequencies are compared
 
 
 def config_differences(config: MaxTextConfig, second: MaxTextConfig) -> list[str]:
-    """What `config` has and `second` has not, in words; what many layers have, once."""
+    """Settings of `config` that `second` lacks, in words; a setting of many layers, once."""
     differences: dict[str, None] = {}
     for key in MODEL_KEYS:
         differences |= dict.fromkeys(

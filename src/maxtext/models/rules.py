@@ -31,7 +31,7 @@ def check_order(config: MaxTextConfig) -> list[Problem]:
 
 
 def layer_needs(config: MaxTextConfig, key: str) -> list[str]:
-    """What a key needs of the layers in order to act, in words."""
+    """The requirements of a key on the layers, in words."""
     return LAYER_RULES.needs(key, Capabilities(config))
 
 

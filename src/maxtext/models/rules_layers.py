@@ -144,7 +144,7 @@ def has_experts(model: Capabilities) -> bool:
 
 
 def some_expert_layer(otherwise: str) -> Callable[[Capabilities], str]:
-    """What a model with experts needs to have a layer with them, or else `otherwise`."""
+    """The setting by which a model with experts gets a layer with them, or else `otherwise`."""
 
     def requirement(model: Capabilities) -> str:
         if model.has_experts or model.config.num_experts == 1:

@@ -184,7 +184,7 @@ class Transformer(nnx.Module):
     def enter(
         self, embedder: Embedding, positions: Positions | None, ids: jax.Array, places: jax.Array
     ) -> jax.Array:
-        """What the first layer reads."""
+        """The input of the first layer."""
         x = self.scaled(embedder(ids))
         if positions is not None:
             x = x + positions(places)
@@ -243,7 +243,7 @@ class Transformer(nnx.Module):
 
 
 def empty_caches(config: MaxTextConfig, cache_config: CacheConfig) -> Caches | None:
-    """One a layer; None: some layer needs all tokens anew."""
+    """One a layer; None: some layer recomputes all tokens."""
     caches = []
     for layer in layers(config):
         if not isinstance(layer, LayerSpec) or layer.engram is not None:

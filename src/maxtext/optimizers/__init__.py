@@ -1,8 +1,8 @@
 """Level 2: learning-rate schedules, clipping, optimizers and spike protection, on Optax.
 
 `build_optimizer(config, axis_names)` returns the optimizer of a run, `learning_rate_schedule` its
-learning rate, for the log. The train step calls `clip_by_global_norm` itself, because it needs the
-raw norm, too.
+learning rate, for the log. The train step calls `clip_by_global_norm` itself, because it also
+needs the raw norm.
 """
 
 from maxtext.optimizers.build import (

@@ -99,7 +99,7 @@ class PretokenCache:
         if (self.has_added_tokens or not ascii_only) and self.find_unsupported(text):
             return None
         pretokens = (self.split_ascii if ascii_only else self.split_unicode)(text)
-        # What lies between matches is a pre-token of the library, too; findall leaves it out.
+        # What lies between matches is also a pre-token of the library; findall leaves it out.
         return pretokens if sum(map(len, pretokens)) == len(text) else None
 
     def insert(self, pretokens: set[str]) -> dict[str, bytes]:

@@ -60,7 +60,7 @@ class StepBatches(Protocol):
         """All values of `rows_to_read`, the full size last."""
 
     def microbatch_value(self, config: MaxTextConfig, rows: int, num_devices: int) -> float:
-        """What `microbatch_key` is for a microbatch of `rows` rows."""
+        """The value of `microbatch_key` for a microbatch of `rows` rows."""
 
     def possible_rows(self, config: MaxTextConfig, limit: int, shards: int) -> int:
         """The largest microbatch of up to `limit` rows that `microbatch_key` can set, if the mesh

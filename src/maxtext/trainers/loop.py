@@ -40,7 +40,7 @@ class DataLoader(Protocol):
 
 
 class Hook:
-    """What a hook may do; each method does nothing unless overridden."""
+    """The interface of a hook; each method does nothing unless overridden."""
 
     def before_step(self, loop: "Loop") -> None: ...
 

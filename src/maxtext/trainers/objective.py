@@ -1,4 +1,4 @@
-"""What a train step minimizes, as an object that the step does not look into.
+"""The objective of a train step, an object that the step does not look into.
 
 A method (pre-training and SFT, preferences, distillation) is an `Objective`. Its losses are sums
 over tokens, rows or pairs of a microbatch; `counts` are their divisors over the whole batch. So the
@@ -131,8 +131,8 @@ class Objective(Protocol):
 
 @dataclass(frozen=True)
 class ModelObjective:
-    """What most objectives share: the weights that are trained are those of the model that runs,
-    and there is no reference."""
+    """The base class of most objectives: the trained weights are the weights of the model that
+    runs, and there is no reference."""
 
     config: MaxTextConfig
     template: Template
@@ -245,7 +245,7 @@ class PolicyObjective(ModelObjective, ABC):
 
     @property
     def abstract_reference(self) -> Any:
-        """What `reference_weights` returns, as abstract arrays."""
+        """The result of `reference_weights`, as abstract arrays."""
         if not self.needs_reference:
             return None
         return jax.eval_shape(self.reference_weights, self.template.weights)

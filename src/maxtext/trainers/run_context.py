@@ -1,4 +1,4 @@
-"""What every part of a run shares: configuration, mesh rules, abstract model and optimizer."""
+"""The context that all parts of a run share: configuration, mesh rules, model and optimizer."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -151,7 +151,7 @@ class RunContext:
 
     @cached_property
     def axes_and_weights(self) -> tuple[Any, Any]:
-        """Those of the template; the matrices of a frozen base may be quantized (QLoRA)."""
+        """Axes and weights of the template; a frozen base may have quantized matrices (QLoRA)."""
         qtype, group = self.config.lora_weight_qtype, self.config.lora_tile_size
         return abstract_quantized(self.template, qtype, group, head=False)
 

@@ -102,7 +102,7 @@ STOP_FLAG = "stop_flag"  # [devices] in a batch of several processes, a scalar i
 
 
 class StopFlag(IntEnum):
-    """What processes tell each other with each batch (see data_loader.py). The maximum counts."""
+    """Flags that processes exchange with each batch (see data_loader.py). The maximum counts."""
 
     CONTINUE = 0
     STOP = 1
@@ -127,7 +127,7 @@ class TrainState:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LossReport:
-    """What a batch says besides its gradients."""
+    """The losses and metrics of a batch."""
 
     means: Metrics  # the losses that are minimized, each divided by its count
     metrics: Metrics  # other means

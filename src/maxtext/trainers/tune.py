@@ -75,8 +75,8 @@ def orpo(model: str | os.PathLike, data: Any = None, **keys: Any) -> TuningRun:
 
 
 def reward(model: str | os.PathLike, data: Any = None, **keys: Any) -> TuningRun:
-    """Training of a reward model on preference pairs; same arguments as `sft`. The folder of the
-    run has it as `reward_model`, or as `adapter`."""
+    """Train a reward model on preference pairs; takes the arguments of `sft`. The run writes it to
+    `reward_model/` in its folder, or with lora_rank to `adapter/`."""
     return fine_tune("reward", model, data, keys)
 
 
@@ -118,8 +118,8 @@ def grpo(
 
 
 def encode(row: Mapping[str, Any], tokenizer: str | os.PathLike, **keys: Any) -> dict[str, Any]:
-    """The token ids of a row, and the mask of those that `sft` trains on. `tokenizer`: a path, as
-    in tokenizer_path.
+    """The token ids of a row, and the mask of the tokens that `sft` trains on. `tokenizer`: a path,
+    as in tokenizer_path.
     """
     config, loaded = tokenizer_config("sft", tokenizer, keys)
     encoded = encode_rows.encode_row(dict(row), config, loaded)
@@ -168,7 +168,7 @@ def fine_tune(
 def model_overrides(
     model: str | os.PathLike, keys: Mapping[str, Any]
 ) -> tuple[Layer, Checkpoint | None]:
-    """The keys, with those that name the model; and the model's folder, opened."""
+    """The keys, including the keys that name the model; and the model's folder, opened."""
     folder = find_folder(model, keys.get("hf_access_token"))
     if folder.is_dir():
         path = str(folder)

@@ -48,7 +48,7 @@ class Rules(Generic[SubjectT]):
         ]
 
     def needs(self, key: str, subject: SubjectT) -> list[str]:
-        """What a key needs in order to act, in words."""
+        """The requirements of a key, in words."""
         return [words(requirement, subject) for requirement in self.requirements.get(key, ())]
 
     def add(

@@ -17,7 +17,7 @@ from maxtext.configs.types.key import (
 
 
 class Checkpointing(Group):
-    """What to load at start, what to save, and how often."""
+    """Checkpoints to load at the start, and when to save which."""
 
     load_parameters_path: str = key(
         "",

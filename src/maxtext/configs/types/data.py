@@ -351,7 +351,7 @@ class OlmoGrainDataset(Group):
 
 
 class BadData(Group):
-    """What happens to records that cannot be used."""
+    """The treatment of records that cannot be used."""
 
     max_bad_records: int = key(
         0,

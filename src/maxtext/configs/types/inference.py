@@ -153,7 +153,7 @@ class InferenceServer(Group):
 
 
 class InferenceBenchmark(Group):
-    """What the prefill and generate speed benchmark measures and records."""
+    """The measurements of the prefill and generate speed benchmark."""
 
     inference_microbenchmark_prefill_lengths: str = key(
         "64,128,256,512,1024", "Prompt lengths in tokens to time, separated by commas"

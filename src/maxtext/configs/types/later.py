@@ -11,7 +11,7 @@ class RunControl(Group):
     """The first save and evaluation, the sharding of evaluation, and steps in flight."""
 
     save_checkpoint_on_start: bool = key(
-        False, "Save the state before the first step, too, as step 0"
+        False, "Also save the state before the first step, as step 0"
     )
     max_inflight_computations: int = key(
         2,

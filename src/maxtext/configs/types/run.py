@@ -10,7 +10,7 @@ from maxtext.configs.types.key import Group, key
 
 
 class RunInfo(Group):
-    """What this run is called, which model it uses, where output goes."""
+    """The name of the run, its model, and its output folder."""
 
     base_config: None | str = key(
         None,
@@ -168,7 +168,7 @@ class AOT(Group):
 
 
 class MemoryCheck(Group):
-    """What happens if a training run seems too large for its devices."""
+    """The check whether a training run fits into its devices."""
 
     check_memory: bool = key(
         True,

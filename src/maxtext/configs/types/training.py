@@ -520,7 +520,7 @@ class GeneralizedDistillation(Group):
     )
     gkd_max_new_tokens: PositiveInt = key(
         128,
-        "Most tokens of a sampled completion; max_target_length limits them, too",
+        "Most tokens of a sampled completion; max_target_length also limits them",
         needs=SAMPLED_COMPLETIONS,
     )
     gkd_seq_kd: bool = key(

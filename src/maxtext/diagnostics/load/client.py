@@ -24,7 +24,7 @@ CONNECT_SECONDS = 30.0
 
 @dataclass
 class RequestRecord:
-    """What the client saw of one request. Times are those of `time.perf_counter`.
+    """The measurements of one request. Times are those of `time.perf_counter`.
 
     `error` is empty if the response ended as it should: a status other than 200, `connection`,
     `timeout`, `incomplete` (no [DONE]) or `error event`.
@@ -91,8 +91,8 @@ class Target:
 
 
 class Connection(asyncio.Protocol):
-    """One connection, with at most one request at a time. `collect`: keep the bodies of streamed
-    responses, too.
+    """One connection, with at most one request at a time. `collect`: also keep the bodies of
+    streamed responses.
     """
 
     def __init__(self, collect: bool = False) -> None:

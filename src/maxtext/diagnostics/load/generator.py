@@ -46,7 +46,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class ServerInfo:
-    """What a server says about itself. `token_ids` may be in prompts."""
+    """Facts that a server states about itself. `token_ids` may be in prompts."""
 
     model: str
     max_length: int | None

@@ -362,7 +362,7 @@ class Sampled:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class EngineState:
-    """What the device holds besides the weights."""
+    """The arrays on the device besides the weights."""
 
     caches: Caches
     token_ids: jax.Array  # [N], the newest token of each slot; not in the caches yet

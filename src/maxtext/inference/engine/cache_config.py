@@ -16,7 +16,7 @@ from maxtext.inference.engine.programs import Programs
 from maxtext.inference.engine.shapes import MAX_PREFILL_TOKENS, ChunkSize
 from maxtext.layers.cache import CacheConfig
 
-MAX_CACHE_FRACTION = 0.7  # of free memory; programs need some, too
+MAX_CACHE_FRACTION = 0.7  # of free memory; programs also need some
 # Tokens of a prompt in one prefill program, unless prefill_chunk_size is set. On CPUs a program of
 # more tokens takes longer without being more efficient.
 CPU_CHUNK_TOKENS, CHUNK_TOKENS = 512, MAX_PREFILL_TOKENS

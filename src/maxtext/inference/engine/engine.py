@@ -44,7 +44,7 @@ from maxtext.inference.sampling.sampler import MAX_STOP_IDS
 from maxtext.inference.validation import RequestError
 
 MIN_GPU_SLOTS = 2  # the compiler's float matmuls are slower with a single row
-STEP_SECONDS = 0.1  # a decode program has as many steps as fit, so that slow machines stream, too
+STEP_SECONDS = 0.1  # a decode program has as many steps as fit, so that slow machines also stream
 
 
 @dataclass(frozen=True)
@@ -278,7 +278,7 @@ class InferenceEngine:
             for row, seq in complete:
                 if not seq.num_output_tokens:
                     self.prefilled[seq.prompt_key] = PrefilledPrompt(seq, sampled.logits, row)
-        # A program without results, too: the host is one program ahead of the device, not many.
+        # Also a program without results: the host is one program ahead of the device, not many.
         sampled, now = replace(sampled, logits=None), time.monotonic()
         self.in_flight.append(InFlightStep(sampled, tuple(complete), 0, now, scored))
         for sequence, _ in chunks:

@@ -101,7 +101,7 @@ class Scheduler:
     @property
     def waits_for_slots(self) -> bool:
         """Whether sequences that wait should start together, when the running ones have ended. They
-        fill all slots and want equally many tokens, so they end together, too. Where groups of them
+        fill all slots and want equally many tokens, so they also end together. Where groups of them
         start one after the other, each group needs a prefill, and cuts the decode programs of the
         others short, from then on. Running sequences must be in the last third of their tokens.
         """

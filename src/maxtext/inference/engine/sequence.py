@@ -29,7 +29,7 @@ class Sequence:
     # sequence before that.
     num_computed: int = 0
     prefill_length: int = 0  # tokens to prefill before the next one is sampled
-    common_length: int = 0  # tokens that another sequence of the prefix cache begins with, too
+    common_length: int = 0  # tokens that another sequence of the prefix cache also begins with
     finished: bool = False
     grammar: TokenMatcher | None = None  # constrains the tokens
     in_flight: bool = False  # a program samples tokens for it, which its grammar does not know yet

@@ -44,7 +44,7 @@ class Example:
 
 @dataclass(frozen=True)
 class Sizes:
-    """What the examples of `needle` depend on."""
+    """The sizes that determine the examples of `needle`."""
 
     max_length: int  # tokens of prompt and completion
     count_tokens: Callable[[str], int]

@@ -140,7 +140,7 @@ def build_matcher(
     tokenizer: Tokenizer | None,
     vocab_size: int,
 ) -> TokenMatcher | None:
-    """What constrains the tokens of a request on the host, or None if nothing does. Raises
+    """The matcher that constrains the tokens of a request on the host, or None. Raises
     RequestError if a bad word has no tokens.
     """
     allowed_ids = params.allowed_token_ids

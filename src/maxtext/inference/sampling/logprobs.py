@@ -43,7 +43,7 @@ class Logprobs:
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """The log-probability of a token. `top` has it, too, among the most likely tokens at its
+    """The log-probability of a token. `top` also has it, among the most likely tokens at its
     position, by token id; the most likely come first.
     """
 

@@ -36,7 +36,7 @@ MAX_ALLOWED_TOKENS = 1 << 18
 
 
 class SamplingMode(IntEnum):
-    """What a compiled program has to do, in increasing order of cost."""
+    """Kinds of sampling that a program is compiled for, in increasing order of cost."""
 
     GREEDY = 0
     CATEGORICAL = 1

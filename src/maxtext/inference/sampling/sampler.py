@@ -166,7 +166,7 @@ IN_PROMPT, ENDS_SEQUENCE, EXCLUDED = 1, 2, 4  # flags of a token
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class ProcessorState:
-    """What the processors know about every token of the vocabulary."""
+    """The state of the logits processors for every token of the vocabulary."""
 
     output_counts: Any  # [N, V] int32, occurrences in the completion
     flags: Any  # [N, V] uint8

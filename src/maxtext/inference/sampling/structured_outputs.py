@@ -1,4 +1,4 @@
-"""What the text of a completion must match: JSON, a JSON schema, a regex, one of some texts, or a
+"""Constraints on the text of a completion: JSON, a JSON schema, a regex, one of some texts, or a
 context-free grammar.
 """
 

@@ -257,7 +257,7 @@ class ChoiceFormatter:
         return [{"index": self.index, "finish_reason": None, **chunk} for chunk in chunks]
 
     def take_held(self) -> Json:
-        """What belongs to the tokens of a chunk."""
+        """The log-probabilities and ids of the tokens of a chunk."""
         taken: Json = {"logprobs": None}
         if self.held_logprobs:
             taken["logprobs"] = {"content": self.held_logprobs, "refusal": None}

@@ -168,7 +168,7 @@ class StreamOptions(Body):
 
 
 class GenerationFields(SamplingFields, OtherFields):
-    """What completions, chats and responses have in common."""
+    """The fields that completions, chats and responses share."""
 
     # Former names of the kinds of structured_outputs.
     guided_kinds: ClassVar[Mapping[str, str]] = {
@@ -196,7 +196,7 @@ class GenerationFields(SamplingFields, OtherFields):
 
     @cached_property
     def constraint(self) -> StructuredOutputs | None:
-        """What the completion must match. Raises RequestError for more than one."""
+        """The constraint on the completion, if any. Raises RequestError for more than one."""
         format_name, response_format = self.format_field
         values = {} if response_format == {"type": "text"} else {format_name: response_format}
         names = ("structured_outputs", *self.guided_kinds)
@@ -231,7 +231,7 @@ class GenerationFields(SamplingFields, OtherFields):
 
 
 class ChoiceFields(GenerationFields):
-    """What completions and chats have in common."""
+    """The fields that completions and chats share."""
 
     n: Annotated[Any, Elsewhere((1,))] = None
     best_of: Annotated[int | None, Elsewhere((1,))] = None

@@ -245,8 +245,8 @@ class BodyCallbacks:
 
 
 class ResponseTransport:
-    """What uvicorn writes a response to. Closing it leaves the client the time to read the response
-    if the body of the request is not complete.
+    """The transport that uvicorn writes a response to. Closing it leaves the client time to read
+    the response if the body of the request is not complete.
     """
 
     def __init__(self, protocol: LimitedProtocol, cycle: Any):

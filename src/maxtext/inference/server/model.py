@@ -151,14 +151,14 @@ class ServedModel:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
     def token_bytes(self, token: int, shows_specials: bool = False) -> bytes:
-        """What a token adds to a text; `shows_specials`: of special tokens it is their name."""
+        """The bytes that a token adds to a text. `shows_specials`: special tokens add a name."""
         if shows_specials and token in self.tokenizer.special_ids:
             return self.tokenizer.id_to_token(token).encode()
         return text_bytes(self.tokenizer, token)
 
 
 def read_sampling_defaults(llm: LLM) -> dict[str, Any]:
-    """What generation_config.json of the model says about sampling."""
+    """The sampling defaults in the model's generation_config.json."""
     for path in llm.origin[0]:
         if path.name == "generation_config.json":
             settings = read_json_object(path)

@@ -109,7 +109,7 @@ class ConversationFields(NamedBody):
         return self.add_generation_prompt
 
     def template_variables(self) -> dict[str, Any]:
-        """What the template is given besides the messages."""
+        """The variables of the chat template besides the messages."""
         variables: dict[str, Any] = {}
         if self.reasoning_effort == "none":
             variables["enable_thinking"] = False
@@ -350,7 +350,7 @@ NEUTRAL_ELSEWHERE = {
 
 @cache
 def unsupported_fields(kind: type[NamedBody]) -> dict[str, Unsupported]:
-    """Those of the endpoint, and those that no endpoint supports."""
+    """The unsupported fields of the endpoint, including fields that no endpoint supports."""
     return {**marked_fields(kind, Unsupported), **UNSUPPORTED_FIELDS}
 
 

@@ -306,7 +306,7 @@ class RequestParser:
     def api_request(
         self, request: ChoiceFields, requests: Sequence[GenerationRequest]
     ) -> ApiRequest:
-        """What completions and chats have in common."""
+        """An ApiRequest with the fields that completions and chats share."""
         options = request.stream_options or StreamOptions()
         return ApiRequest(
             model=self.model.find(request.model)[0],

@@ -171,7 +171,7 @@ class OutputProcessor:
         self.num_cached_tokens = 0
 
     def add(self, output: StepOutput) -> CompletionDelta:
-        """What a step adds, with the completion if that is finished now."""
+        """The delta of a step, with the completion if it is finished now."""
         if output.sampled_tokens and not self.token_ids:
             self.first_token_at = time.monotonic()
         self.started_at = output.started_at

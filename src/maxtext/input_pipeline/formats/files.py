@@ -150,7 +150,7 @@ def files_of(path: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Content:
-    """What the first bytes of a file say that it is. `kind` is None if it cannot be read."""
+    """The content of a file according to its first bytes. `kind` is None if it cannot be read."""
 
     name: str
     kind: str | None
@@ -174,7 +174,7 @@ TF_RECORD_LENGTH = struct.Struct("<8sI")  # of a record, and the checksum of the
 
 
 def content_of(path: str) -> Content | None:
-    """What a file is by its first bytes; None if they do not say it."""
+    """The content of a file according to its first bytes; None if they are not known."""
     with open(path, "rb") as file:
         head = file.read(64)
     for magic, content in CONTENT_OF_MAGIC.items():

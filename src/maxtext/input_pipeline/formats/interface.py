@@ -152,7 +152,7 @@ class OpenFile:
 OPEN_FILES = 128
 DECODED_BLOCKS = 16
 DECODED_BYTES = 2**30  # large blocks are evicted earlier, but MIN_BLOCKS stay
-MIN_BLOCKS = 2  # at the end of a block, prefetching threads need the next one, too
+MIN_BLOCKS = 2  # at the end of a block, prefetching threads also need the next one
 
 
 @dataclass

@@ -4,7 +4,7 @@
 
 An indexer's score is exactly 0 for every key that none of its heads matches, so with few heads the
 k-th largest score is often one of many equals. The choice among them is arbitrary, but it changes
-the output, and a comparison with transformers compares it, too. PyTorch on CPUs chooses by C++'s
+the output, and a comparison with transformers also compares it. PyTorch on CPUs chooses by C++'s
 `nth_element`, as libstdc++ implements it: partitions around the median of three until the k-th
 element is in position. Here each partition runs on all elements of a row at once.
 

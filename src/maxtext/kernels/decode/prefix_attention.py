@@ -154,7 +154,7 @@ def prefix_attention(
         name="prefix_attention",
         compiler_params=triton.CompilerParams(
             num_warps=2 if query_rows <= MAX_TWO_WARP_ROWS else 4,
-            num_stages=max(1, stages - 1),  # the queries take shared memory, too
+            num_stages=max(1, stages - 1),  # the queries also take shared memory
         ),
     )(
         q.reshape(-1, head_dim),

@@ -52,7 +52,7 @@ Tag = Callable[[Array], Array]  # names an intermediate, for example for a remat
 
 
 class NormResiduals(NamedTuple):
-    """What the backward pass needs of a norm."""
+    """The values of a norm that its backward pass needs."""
 
     x: Array  # [T, E]
     scale: Array  # [E]

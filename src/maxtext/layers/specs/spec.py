@@ -42,7 +42,7 @@ class MixerSpec(Spec):
     """A token mixer. `empty_cache(spec, cache_config)` of its module creates the cache."""
 
     def cache(self, cache_config: "CacheConfig") -> Any:
-        """An empty cache; None if the layer needs all tokens anew."""
+        """An empty cache; None if the layer recomputes all tokens."""
         return self.import_module().empty_cache(self, cache_config)
 
 

@@ -134,7 +134,7 @@ LLAMA4 = HfMapping(
             to_native=or_zero,
             kind=COUNT | NULL,
         ),
-        # Published as 4, too.
+        # Also published as 4.
         Field(
             "attn_temperature_tuning",
             "temperature_tuning",

@@ -222,7 +222,7 @@ def expert_fields(
 
 DELTA_NET_FIELDS = (
     ATTENTION_BIAS,
-    # Gated DeltaNets apply it to their convolutions and gates, too.
+    # Gated DeltaNets also apply it to their convolutions and gates.
     replace(activation_field(), supported=("silu", "swish")),
     uniform_rope(partial=True, required=False, partial_rotary_factor=0.25),
     layer_types(

@@ -68,8 +68,8 @@ def initial_weights(context: "RunContext", checkpoint: Checkpoint | None = None)
 
 
 def factor_weights(context: "RunContext", checkpoint: Checkpoint | None) -> Any:
-    """What the objective trains instead of the weights of its model, which are those of a
-    checkpoint or random."""
+    """The factors that the objective trains instead of its model's weights, which come from a
+    checkpoint or are random."""
     config, objective = context.config, context.objective
     template = objective.model_template
     shardings = context.rules.shardings(template.axes, template.weights)

@@ -57,7 +57,7 @@ MAX_EXAMINED = 256  # checkpoints
 
 @dataclass
 class Start:
-    """What the first step needs. `step`: the number of steps done. `state_and_key` may still be
+    """The start of a run. `step`: the number of steps done. `state_and_key` may still be
     under construction in a thread."""
 
     state_and_key: tuple[TrainState, jax.Array] | Future[tuple[TrainState, jax.Array]]
@@ -249,13 +249,13 @@ def state_and_key(context: RunContext, tree: dict[str, Any]) -> tuple[TrainState
 
 
 def saved_weights(context: RunContext, weights: Any) -> Any:
-    """What a checkpoint has of the weights: all, or only the trained ones if the others are a
-    frozen base."""
+    """The weights in a checkpoint: all, or only the trained ones if the others are a frozen
+    base."""
     return select(weights, context.trained) if has_adapters(context.config) else weights
 
 
 def abstract_tree(context: RunContext) -> dict[str, Any]:
-    """What a checkpoint of this run holds, as abstract arrays."""
+    """The content of a checkpoint of this run, as abstract arrays."""
     state = with_shardings(context.abstract_state, context.shardings.state)
     key = jax.eval_shape(jax.random.key_data, context.abstract_key)
     return {

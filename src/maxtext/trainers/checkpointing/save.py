@@ -194,7 +194,7 @@ def trash_folder(config: MaxTextConfig) -> Path | None:
 def describe_run(
     context: RunContext, step: int, frozen_checksum: int | None = None
 ) -> dict[str, Any]:
-    """What a checkpoint records about the run that saved it."""
+    """The metadata of a checkpoint about the run that saves it."""
     config = context.config
     frozen = {} if frozen_checksum is None else {"frozen_checksum": frozen_checksum}
     return {

@@ -184,7 +184,7 @@ def read(path: str) -> tuple[dict[str, Any], bytes]:
 
 
 def describe_mismatch(saved: Mapping[str, Any], current: Mapping[str, Any]) -> str:
-    """What prevents a saved program from running here; empty if nothing does."""
+    """The reasons against running a saved program here; empty if there are none."""
     mismatches = [
         f"{name.replace('_', ' ')} {saved[name]} there, {current[name]} here"
         for name in ("jax", "jaxlib", "platform", "processor", "device_kind", "devices")

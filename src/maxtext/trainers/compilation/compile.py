@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 COMPILER_OPTIONS: dict[str, dict[str, Any]] = {"cpu": {"xla_backend_optimization_level": 1}}
 # XLA may leave out a rounding to bfloat16, and does so in other places of a forward pass that is
 # differentiated than of one that is not: a policy would differ from an equal reference. On CPUs
-# YNNPACK does so, too, in the elementwise operations that are fused with a matmul.
+# YNNPACK also does so, in the elementwise operations that are fused with a matmul.
 EXACT_ROUNDING = {"xla_allow_excess_precision": False}
 ROUNDING_OPTIONS: dict[str, dict[str, Any]] = {
     "cpu": EXACT_ROUNDING

@@ -1,4 +1,4 @@
-"""What all losses share: sums under a mask, in float32, and checks of options.
+"""Functions that all losses share: sums under a mask, in float32, and checks of options.
 
 Log-probabilities of target tokens, and entropies of the distributions over tokens.
 

@@ -28,7 +28,7 @@ LARGEST_MEAN_LOGP = -1e-7  # log(1 - exp(x)) is -inf at 0
 
 @dataclass(frozen=True)
 class Pairs:
-    """What a loss over pairs reads; arrays are [B]."""
+    """The inputs of a loss over pairs; arrays are [B]."""
 
     chosen: Array  # h_c
     rejected: Array  # h_r

@@ -146,7 +146,7 @@ class Estimate:
         return self.batches.microbatch_key
 
     def batch_value(self, rows: int) -> float:
-        """What `batch_key` is for a microbatch of this number of rows."""
+        """The value of `batch_key` for a microbatch of this number of rows."""
         return self.batches.microbatch_value(self.config, rows, self.target.count)
 
     def possible_rows(self, limit: int) -> int:

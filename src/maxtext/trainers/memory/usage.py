@@ -192,7 +192,7 @@ def next_rows(context: RunContext, shards: int, rows: int) -> int:
 
 
 def compiled_bytes(context: RunContext, rows: int) -> MemoryBytes | None:
-    """What the step of microbatches of `rows` rows needs; None if the compiler refuses it."""
+    """Bytes of the step of microbatches of `rows` rows; None if the compiler refuses it."""
     config = context.config
     smaller = RunContext.from_config(
         with_batch(config, target_of(context), policy_of(config), rows)

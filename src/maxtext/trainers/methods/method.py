@@ -1,5 +1,5 @@
-"""What a training method is: the rows that it reads, the objective that it minimizes, and what
-happens before, around and after its steps.
+"""The record of a training method: the rows that it reads, the objective that it minimizes, and its
+functions before, around and after the steps.
 
 The loop, the step, the input pipeline and the estimates take the record of a run's method and never
 ask which one it is.
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class UserCode:
-    """What callers of the Python API hand to a method. `rewards`: of reinforcement learning, in
-    place of the built-in ones. `agent`: what the model may use in its conversations."""
+    """Functions that callers of the Python API pass to a method. `rewards`: of reinforcement
+    learning, in place of the built-in ones. `agent`: tools or an environment of conversations."""
 
     rewards: "Sequence[RewardFunction]" = ()
     agent: "Agent | None" = None
@@ -44,8 +44,8 @@ NO_USER_CODE = UserCode()
 
 @dataclass(frozen=True)
 class StepSetup:
-    """What a method needs to wrap the train step. `first_step`: the number of steps done.
-    `checkpoint`: load_parameters_path, if it is open already."""
+    """The arguments with which a method wraps the train step. `first_step`: the number of steps
+    done. `checkpoint`: load_parameters_path, if it is open already."""
 
     context: "RunContext"
     train_step: "TrainStep"

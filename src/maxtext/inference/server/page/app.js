@@ -151,7 +151,7 @@ function announce(text) {
   while (live.childElementCount > 6) live.firstChild.remove();
 }
 
-/** Tell a text as it is streamed, in whole sentences. `isLast` tells the rest, too. */
+/** Tell a text as it is streamed, in whole sentences. `isLast` also tells the rest. */
 function announceDelta(text, isLast = false) {
   heldText += text;
   if (isLast) {
@@ -928,7 +928,7 @@ function continueAnswer(conversation) {
   focusMessage();
 }
 
-/** Answer the last message of the user anew. */
+/** Answer the last message of the user again. */
 function regenerate(conversation) {
   if (generations.has(conversation.id)) return;
   useTypedKey();

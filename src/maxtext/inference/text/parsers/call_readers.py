@@ -78,7 +78,7 @@ class CallReader(ABC):
 
     @abstractmethod
     def finish(self, is_closed: bool) -> list[MessageDelta]:
-        """What is certain now that the text has ended; `is_closed`: by the end of the call."""
+        """The deltas that are left when the text ends; `is_closed`: by the end of the call."""
 
     def split(self, text: str, end: str, last: bool) -> tuple[str, str, bool]:
         """(text of the call, rest, whether the call is closed) at the tag `end`. While the call is
@@ -112,7 +112,7 @@ class ObjectReader(CallReader):
         return self.scanner.is_complete or (self.scanner.is_invalid and not self.is_broken)
 
     def take(self, text: str) -> str:
-        """What a text adds to the object."""
+        """The part of a text that belongs to the object."""
         is_open = not self.scanner.is_complete and not self.scanner.is_invalid
         size = self.scanner.add(text) if is_open else 0
         self.rest += text[size:]

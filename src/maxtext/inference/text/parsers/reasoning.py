@@ -200,8 +200,8 @@ class Reasoning:
         return ReasoningSpan("" if self.starts_inside else start, end)
 
     def preamble(self, tokenizer: Tokenizer) -> str:
-        """What may precede the text of a grammar, as the right side of a rule in Lark syntax; empty
-        if nothing may.
+        """The text that may precede a grammar, as the right side of a rule in Lark syntax; empty if
+        there is none.
 
         Where the model itself decides whether it reasons, it may do so only if the request asks for
         it: a mask that allows for little else than <think> would make any model reason.

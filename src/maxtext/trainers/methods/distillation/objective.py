@@ -167,7 +167,7 @@ class DistillationObjective(LanguageModelObjective):
         return {name: metrics[name] for name in TOKEN_SUMS}
 
     def token_loss(self, sums: Sums, coefficients: Sums) -> jax.Array:
-        """What is minimized, without features, from `token_sums` and `loss_coefficients`."""
+        """The loss without features, from `token_sums` and `loss_coefficients`."""
         alpha = coefficients["distill_alpha"]
         return alpha * sums["soft_loss"] + (1.0 - alpha) * sums["hard_loss"]
 

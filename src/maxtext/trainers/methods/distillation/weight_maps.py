@@ -43,7 +43,7 @@ class WeightMaps:
         computed: Collection[str] = (),
     ) -> "WeightMaps":
         """`computed`: weights that the student computes from those of the teacher, which are
-        destinations of the copy map, too, and not copied. Raises ConfigError if a pattern or a
+        destinations of the copy map as well, and not copied. Raises ConfigError if a pattern or a
         destination has no parameter, or shapes differ."""
         student = model_param_infos(template, config)
         teacher = model_param_infos(teacher_template, teacher_config)

@@ -120,7 +120,7 @@ class PreferenceObjective(PolicyObjective):
     def reference_logps(
         self, weights: Any, reference: Any, batch: Batch
     ) -> tuple[jax.Array, jax.Array] | None:
-        """Those of the batch, or those of `compute_reference`; None if the loss has no
+        """The reference's log-probabilities, from the batch or computed; None if the loss has no
         reference."""
         if self.row_fields:
             return batch[REFERENCE_LOGPS[0]], batch[REFERENCE_LOGPS[1]]

@@ -55,7 +55,7 @@ class ReferenceLogps:
 
     @classmethod
     def load(cls, path: Path, checksum: int) -> "ReferenceLogps | None":
-        """Those of a file, if the reference had this checksum."""
+        """The log-probabilities in a file; None if the reference had another checksum."""
         if not path.is_file():
             return None
         with np.load(path) as file:
@@ -78,8 +78,8 @@ class ReferenceLogps:
 
 
 def data_extent(config: MaxTextConfig) -> tuple[int, ...]:
-    """What says how much of the data a run reads: its steps and their rows, and the same of
-    evaluation, 0 if there is none."""
+    """How much of the data a run reads: its steps and their rows, and the same of evaluation, 0 if
+    there is none."""
     train = config.steps, config.global_batch_size_to_train_on
     evaluation = config.eval_steps, config.global_batch_size_to_eval_on
     return (*train, *(evaluation if config.eval_interval > 0 else (0, 0)))

@@ -74,7 +74,7 @@ class ProblemResult:
     format: float
 
     def to_json(self) -> str:
-        """What evaluation.jsonl has of a problem."""
+        """The line of a problem in evaluation.jsonl."""
         names = ("question", "answers", "responses", "right", "accuracy")
         return json.dumps({name: getattr(self, name) for name in names}, ensure_ascii=False)
 

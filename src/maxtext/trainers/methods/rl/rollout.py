@@ -70,7 +70,7 @@ class Rollout:
         return tuple(token for token, is_learned in pairs if is_learned)
 
     def text(self, tokenizer: Tokenizer) -> str:
-        """What the model wrote."""
+        """The text that the model wrote."""
         return tokenizer.decode(self.token_ids)
 
     def row(self, length: int) -> Batch:

@@ -205,7 +205,7 @@ class GroupRolloutStep:
             if self.step - sampled.version <= self.config.off_policy_steps:
                 assert sampled.step == self.step, "the queue has the batches in their order"
                 return sampled
-            LOGGER.info("a batch of step %d is too old: it is sampled anew", sampled.step)
+            LOGGER.info("a batch of step %d is too old: it is sampled again", sampled.step)
         self.sync(self.context.model_weights(state))
         clock.stop("sync")
         try:

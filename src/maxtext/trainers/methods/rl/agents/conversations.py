@@ -222,8 +222,8 @@ class ConversationRunner:
 def run_environments(
     conversations: Sequence[Conversation], function: Callable[[Conversation], Any]
 ) -> list[Any]:
-    """What the environment of each conversation returns. Raises UserError for the first that
-    fails."""
+    """The results of a function of the environment of each conversation. Raises UserError for the
+    first that fails."""
 
     def guarded(conversation: Conversation) -> Any:
         try:

@@ -58,7 +58,7 @@ def check_start(messages: Any) -> list[Message]:
 
 
 def check_step(result: Any) -> Step:
-    """What `step` returned. Raises InvalidResult."""
+    """The result of `step`, checked. Raises InvalidResult."""
     if not isinstance(result, tuple | list) or len(result) != 3:
         raise InvalidResult("step returned something else than (messages, reward, done)")
     messages, reward, done = result
