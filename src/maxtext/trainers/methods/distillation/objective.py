@@ -22,7 +22,7 @@ from maxtext.models.counts import forward_flops_per_token
 from maxtext.optimizers import schedule_steps
 from maxtext.sharding.explicit import auto_sharded
 from maxtext.trainers.losses.common import masked_sum
-from maxtext.trainers.losses.distill import anneal, distill, feature_distances
+from maxtext.trainers.losses.distill import anneal, distill, divergence, feature_distances
 from maxtext.trainers.methods.distillation.learn_to_init import LearnToInit
 from maxtext.trainers.methods.distillation.teacher import pop_features, read_teacher_weights
 from maxtext.trainers.methods.distillation.weight_maps import WeightMaps
@@ -42,6 +42,8 @@ from maxtext.trainers.objective import LanguageModelObjective, Sums
 
 TOKEN_SUMS = ("soft_loss", "hard_loss", "kl", "kl_temperature_1", "teacher_loss")
 COEFFICIENTS = ("distill_alpha", "distill_temperature", "distill_beta")
+DIVERGENCE = "divergence"
+GKD_METRICS = ("kl", "kl_temperature_1", "hard_loss", "teacher_loss")
 
 
 @dataclass(frozen=True)
@@ -213,6 +215,48 @@ class DistillationObjective(LanguageModelObjective):
 
         arrays = (x, teacher_x, batch["targets"], target_mask(batch))
         return sum_tiles(tile, self.config.num_vocab_tiling, *arrays)
+
+
+@dataclass(frozen=True)
+class GKDObjective(DistillationObjective):
+    """Generalized knowledge distillation (GKD, arXiv:2306.13649): the loss is a divergence.
+
+        loss = β·KL(t ‖ m) + (1−β)·KL(s ‖ m),  m = β·t + (1−β)·s
+
+    t and s are softmaxes of the logits of teacher and student over distill_temperature. β = 0 is
+    the forward KL(t ‖ s), β = 1 the reverse KL(s ‖ t). on_policy.py samples the completions of
+    batches.
+    """
+
+    def counts(self, batch: Batch) -> Sums:
+        counts = super().counts(batch)
+        return counts | {DIVERGENCE: counts["distillation_loss"]}
+
+    def loss_coefficients(self, step: jax.Array) -> Sums:
+        coefficients = super().loss_coefficients(step)
+        return {"distill_temperature": coefficients["distill_temperature"]}
+
+    def token_sums(
+        self,
+        student_logits: jax.Array,
+        teacher_logits: jax.Array,
+        targets: jax.Array,
+        mask: jax.Array,
+        temperature: jax.Array,
+    ) -> Sums:
+        sums = super().token_sums(student_logits, teacher_logits, targets, mask, temperature)
+        total = divergence(
+            student_logits,
+            teacher_logits,
+            mask,
+            beta=self.config.gkd_beta,
+            temperature=temperature,
+            tokens=1.0,
+        )
+        return {name: sums[name] for name in GKD_METRICS} | {DIVERGENCE: total}
+
+    def token_loss(self, sums: Sums, coefficients: Sums) -> jax.Array:
+        return sums[DIVERGENCE]
 
 
 def distillation_counts(config: MaxTextConfig, batch: Batch) -> Sums:

@@ -17,7 +17,7 @@ from maxtext.inference.requests import GenerationRequest
 from maxtext.inference.sampling.params import SamplingParams
 from maxtext.input_pipeline import Batch
 from maxtext.trainers.data_loader import DeviceBatch
-from maxtext.trainers.methods.distillation.gkd import GKDObjective
+from maxtext.trainers.methods.distillation.objective import GKDObjective
 from maxtext.trainers.methods.method import StepSetup
 from maxtext.trainers.methods.rl.rollout import (
     Rollout,
