@@ -38,7 +38,7 @@ from maxtext.trainers.objective import PolicyObjective, Sums
 SAMPLER_LOGPS = "sampler_logps"  # [B, S, 1]
 OLD_LOGPS = "old_logps"  # [B, S, 1], of the trainer with the weights that sampled
 ADVANTAGES = "advantages"  # [B]
-IS_LEARNED = "is_learned"  # [B], 0 for rows that the loss leaves out
+IS_TRAINED_ON = "is_trained_on"  # [B], 0 for rows that the loss leaves out
 ROW_INDEX = "row_index"  # [B]
 # Metrics of each row, float32 [rows of the batch]: the largest difference over tokens of (policy
 # logp − sampler logp), and its position
@@ -95,10 +95,10 @@ class GRPOObjective(PolicyObjective):
 
     @property
     def row_fields(self) -> tuple[str, ...]:
-        return (ADVANTAGES, IS_LEARNED, ROW_INDEX)
+        return (ADVANTAGES, IS_TRAINED_ON, ROW_INDEX)
 
     def counts(self, batch: Batch) -> Sums:
-        mask = learned_tokens(batch)
+        mask = loss_mask(batch)
         num_tokens = jnp.maximum(jnp.sum(mask), 1.0)
         num_rows = jnp.maximum(jnp.sum(jnp.any(mask != 0, axis=1)), 1).astype(jnp.float32)
         num_sampled = jnp.maximum(jnp.sum(target_mask(batch)), 1.0)
@@ -132,7 +132,7 @@ class GRPOObjective(PolicyObjective):
         old_logps = sampler_logps if uses_sampler_logps(config) else None
         if needs_old_logps(config):
             old_logps = batch[OLD_LOGPS][..., 0]
-        mask = learned_tokens(batch)
+        mask = loss_mask(batch)
         value, metrics = grpo(
             policy_logps,
             old_logps,
@@ -232,9 +232,9 @@ class GRPOObjective(PolicyObjective):
         return jnp.sum(batch["inputs_segmentation"] != 0).astype(jnp.float32)
 
 
-def learned_tokens(batch: Batch) -> jax.Array:
+def loss_mask(batch: Batch) -> jax.Array:
     """[B, S]: 1 for a sampled token of a row that is trained on."""
-    return target_mask(batch) * batch[IS_LEARNED][:, None]
+    return target_mask(batch) * batch[IS_TRAINED_ON][:, None]
 
 
 def agreement(

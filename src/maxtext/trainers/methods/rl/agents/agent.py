@@ -160,7 +160,7 @@ def conversation_columns(rollouts: Sequence[Rollout]) -> dict[str, list[Any]]:
         return {}
     return {
         MESSAGES_COLUMN: [list(each.messages) for each in conversations],
-        REWARD_COLUMN: [each.reward for each in conversations],
+        REWARD_COLUMN: [each.environment_reward for each in conversations],
     }
 
 

@@ -34,7 +34,7 @@ TOO_MANY_TURNS = "turns"  # the finish reason of a conversation that max_turns e
 
 
 class TurnSampler(Protocol):
-    """Samples turns; see `RolloutSession`."""
+    """Samples turns; see `rollout.Sampler`."""
 
     def add(self, index: int, request: GenerationRequest) -> None: ...
 
@@ -43,13 +43,13 @@ class TurnSampler(Protocol):
 
 @dataclass(frozen=True)
 class ConversationRollout(Rollout):
-    """`token_ids` are all tokens after the prompt, `learned` those of the model among them, which
-    `log_probs` belong to. `turns` are the texts of the model, `reward` the sum of the
-    environment's."""
+    """`token_ids` are all tokens after the prompt, `trained_on` those of the model among them, to
+    which `log_probs` belong. `turns` are the texts of the model, `environment_reward` is the sum
+    over its steps."""
 
     turns: tuple[str, ...] = ()
     messages: tuple[Message, ...] = ()
-    reward: float | None = None
+    environment_reward: float | None = None
 
     def text(self, tokenizer: Tokenizer) -> str:
         return "\n".join(self.turns)
@@ -69,7 +69,7 @@ class Conversation:
     prompt_ids: tuple[int, ...] = ()
     variables: Mapping[str, Any] = field(default_factory=dict)
     token_ids: list[int] = field(default_factory=list)
-    learned: list[bool] = field(default_factory=list)
+    trained_on: list[bool] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     turns: list[str] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
@@ -80,10 +80,10 @@ class Conversation:
             tuple(self.token_ids),
             log_probs=tuple(self.log_probs),
             finish_reason=finish_reason,
-            learned=tuple(self.learned),
+            trained_on=tuple(self.trained_on),
             turns=tuple(self.turns),
             messages=tuple(self.messages),
-            reward=sum(self.rewards) if self.rewards else None,
+            environment_reward=sum(self.rewards) if self.rewards else None,
         )
 
     def next_request(self, length: int) -> GenerationRequest | None:
@@ -98,13 +98,13 @@ class Conversation:
         self.turns.append(text)
         self.messages.append({"role": "assistant", "content": text})
         self.token_ids += turn.token_ids
-        self.learned += [True] * len(turn.token_ids)
+        self.trained_on += [True] * len(turn.token_ids)
         self.log_probs += turn.log_probs
 
     def add_reply(self, messages: Sequence[Message], ids: Sequence[int]) -> None:
         self.messages += messages
         self.token_ids += ids
-        self.learned += [False] * len(ids)
+        self.trained_on += [False] * len(ids)
 
 
 @dataclass
