@@ -7,11 +7,11 @@ token, so that a resumed run goes on bit for bit.
 
 import time
 from enum import Enum
-from typing import Any
 
 import jax
 import numpy as np
 
+from maxtext.common.types import Tree
 from maxtext.configs.types import MaxTextConfig
 from maxtext.inference.requests import GenerationRequest
 from maxtext.inference.sampling.params import SamplingParams
@@ -68,7 +68,7 @@ class OnPolicyStep:
 
     def __call__(
         self, state: TrainState, batch: DeviceBatch, key: jax.Array
-    ) -> tuple[TrainState, dict[str, Any]]:
+    ) -> tuple[TrainState, dict[str, jax.Array | float]]:
         origin = batch_origin(self.config, self.step)
         metrics = {"on_policy": float(origin is Origin.STUDENT)}
         if origin is not Origin.DATA:
@@ -94,7 +94,7 @@ class OnPolicyStep:
             rollouts = sampler.generate(list(requests.values()))
         return replace_rows(batch, dict(zip(requests, rollouts, strict=True))), rollouts
 
-    def weights_of(self, origin: Origin, state: TrainState) -> Any:
+    def weights_of(self, origin: Origin, state: TrainState) -> Tree:
         if origin is Origin.TEACHER:
             return state.reference
         return self.context.model_weights(state)

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import jax
 import numpy as np
@@ -21,6 +20,7 @@ from maxtext.trainers.methods.rl.agents.agent import (
     conversation_columns,
     conversation_metrics,
 )
+from maxtext.trainers.methods.rl.agents.environment import Row
 from maxtext.trainers.methods.rl.rewards.functions import (
     RewardFunction,
     compute_rewards,
@@ -38,7 +38,7 @@ compiled_degenerate_groups = jax.jit(degenerate_groups, static_argnames="num_gen
 @dataclass(frozen=True)
 class Prompt:
     ids: list[int]
-    columns: dict[str, Any]
+    columns: Row
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class GroupSampler:
         ]
 
     def complete(
-        self, rows: Sequence[dict[str, Any]], requests: Sequence[GenerationRequest]
+        self, rows: Sequence[Row], requests: Sequence[GenerationRequest]
     ) -> Sequence[Rollout]:
         """The rollout of each request, for a row with these columns."""
         if self.agentic is None:

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -54,7 +53,7 @@ class Responses:
     """`columns`: what sampling adds to those of the problems, for reward functions."""
 
     texts: list[str]
-    columns: dict[str, list[Any]] = field(default_factory=dict)
+    columns: dict[str, list[object]] = field(default_factory=dict)
 
 
 # The responses to requests, in order; with the problem of each request
@@ -65,7 +64,7 @@ SampleResponses = Callable[[Sequence[Prompt], Sequence[GenerationRequest]], Resp
 class ProblemResult:
     """`right`: the number of correct responses; `accuracy` combines them by eval_mode."""
 
-    question: Any
+    question: object
     answers: tuple[str, ...]
     responses: tuple[str, ...]
     right: int

@@ -14,13 +14,14 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
 
 from maxtext.common.errors import UserError
 from maxtext.common.log import LOGGER
+from maxtext.common.types import Tree
 from maxtext.configs.derive import run_folder, visible_devices
 from maxtext.configs.mesh_sizes import size_key
 from maxtext.configs.types import MaxTextConfig
@@ -126,7 +127,7 @@ class GroupRolloutStep:
 
     def __call__(
         self, state: TrainState, prompts: Batch, key: jax.Array
-    ) -> tuple[TrainState, dict[str, Any]]:
+    ) -> tuple[TrainState, dict[str, jax.Array | float]]:
         clock = Clock()
         first = self.step - self.step % self.config.num_iterations
         is_first_update = self.batch is None or first == self.step
@@ -278,7 +279,7 @@ def training_failure(error: UserError) -> TrainingFailed:
     return failure
 
 
-def compile_score(context: "RunContext") -> Callable[[Any, Any], jax.Array]:
+def compile_score(context: "RunContext") -> Callable[[Tree, dict[str, jax.Array]], jax.Array]:
     """`GRPOObjective.score` of a batch of rollouts."""
     objective, shardings = context.objective, context.shardings
     assert isinstance(objective, GRPOObjective)
