@@ -140,7 +140,7 @@ def test_first_kl_of_rollouts_is_0(make_bench):
     old = score(weights, batch)[..., None]
     rows = {
         "sampler_logps": old, "old_logps": old, "advantages": np.ones(ROWS, np.float32),
-        "is_learned": np.ones(ROWS, np.float32), "row_index": np.arange(ROWS, dtype=np.float32),
+        "is_trained_on": np.ones(ROWS, np.float32), "row_index": np.arange(ROWS, dtype=np.float32),
     }  # fmt: skip
     _, metrics = first_step(bench, batch | jax.device_put(rows))
     assert abs(metrics["kl"]) < 1e-9

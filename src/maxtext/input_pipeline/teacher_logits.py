@@ -46,7 +46,10 @@ from maxtext.input_pipeline.interface import (
 from maxtext.input_pipeline.row_formats import RowFormat
 
 MANIFEST = "logits.json"
-TOP_K_FIELDS = {"top_k_logits": np.dtype(np.float16), "top_k_indices": np.dtype(np.int32)}
+TOP_K_FIELDS: dict[str, np.dtype] = {
+    "top_k_logits": np.dtype(np.float16),
+    "top_k_indices": np.dtype(np.int32),
+}
 FORMAT_KEYS = ("top_k", "max_target_length", "vocab_size")
 
 

@@ -1,7 +1,8 @@
 """The requests of one lease of an engine: text and choices around token ids.
 
 `EngineSession` starts the sequences of a request, one for each of its `n` choices, turns their
-step outputs into text deltas, and ends them at stop strings. `LLM` and `AsyncEngine` run on it.
+step outputs into text deltas, and ends them at stop strings. `LLM`, `AsyncEngine` and the rollouts
+of training run on it.
 """
 
 import itertools
@@ -275,11 +276,16 @@ class EngineSession:
     def has_unfinished(self) -> bool:
         return bool(self.processors)
 
-    def add(self, request_id: int, prepared: PreparedRequest) -> None:
+    def add(
+        self, request_id: int, prepared: PreparedRequest, seeds: Sequence[int] | None = None
+    ) -> None:
+        """Start the choices of a request: one for each of `seeds`, by default `n`, whose seeds
+        derive from that of the request."""
         request = prepared.request
+        if seeds is None:
+            seeds = [choice_seed(request.params.seed, choice) for choice in range(request.params.n)]
         self.sequences[request_id] = set()
-        for choice in range(request.params.n):
-            seed = choice_seed(request.params.seed, choice)
+        for choice, seed in enumerate(seeds):
             sequence_id = next(self.sequence_ids)
             self.processors[sequence_id] = OutputProcessor(
                 request_id, choice, prepared.original, request, self.tokenizer

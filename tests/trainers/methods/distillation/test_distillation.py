@@ -49,7 +49,7 @@ def start(models, quickly):
 
 @pytest.fixture(scope="module")
 def batch(packed):
-    """Packed documents; every third target is not learned."""
+    """Packed documents; every third target is not trained on."""
     mask = np.arange(LENGTH) % 3 != 2
     return packed | {"targets_segmentation": packed["targets_segmentation"] * mask}
 

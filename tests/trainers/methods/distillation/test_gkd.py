@@ -106,8 +106,8 @@ def config(folders):
 
 def conversation_batch():
     """Rows with one completion, with two, with none, and with a prompt that fills the row."""
-    learned = np.zeros((4, 8), np.int32)
-    learned[0, 3:6] = learned[1, 1:2] = learned[1, 4:8] = learned[3, 7] = 1
+    trained_on = np.zeros((4, 8), np.int32)
+    trained_on[0, 3:6] = trained_on[1, 1:2] = trained_on[1, 4:8] = trained_on[3, 7] = 1
     tokens = np.arange(10, 42, dtype=np.int32).reshape(4, 8)
     segments = np.ones((4, 8), np.int32)
     segments[0, 6:], segments[2] = 0, 0
@@ -118,7 +118,7 @@ def conversation_batch():
         "inputs_position": positions,
         "targets_position": positions,
         "inputs_segmentation": segments,
-        "targets_segmentation": learned,
+        "targets_segmentation": trained_on,
     }
 
 

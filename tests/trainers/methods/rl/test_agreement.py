@@ -9,7 +9,7 @@ from maxtext.inference.requests import GenerationRequest
 from maxtext.inference.sampling.params import SamplingParams
 from maxtext.models.transformer import initial_weights
 from maxtext.trainers.data_loader import to_devices
-from maxtext.trainers.methods.rl.rollout import RolloutEngine
+from maxtext.trainers.methods.rl.rollout import Sampler
 from maxtext.trainers.methods.rl.rollout_step import rollout_fields
 from maxtext.trainers.run_context import RunContext
 from tests.support.training_configurations import CONFIGURATIONS
@@ -47,10 +47,10 @@ def test_sampler_and_trainer_agree(family, configure):
         settings.append(f"architecture={keys['architecture']}")
     context = RunContext.from_config(configure(*RUN, *settings))
     weights = jax.tree.map(lambda leaf: 2.0 * leaf, initial_weights(context.config))
-    engine = RolloutEngine(context.config, context.template, context.rules)
-    engine.sync(weights, 2)  # fewer slots than requests
+    sampler = Sampler(context.config, context.template, context.rules)
+    sampler.sync(weights, 2)  # fewer slots than requests
     params = dict(temperature=TEMPERATURE, max_new_tokens=8, logprobs=0)
-    rollouts = engine.generate(
+    rollouts = sampler.generate(
         [
             GenerationRequest(prompt, SamplingParams(seed=seed, **params))
             for seed, prompt in enumerate(PROMPTS)

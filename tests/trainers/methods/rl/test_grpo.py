@@ -22,9 +22,9 @@ from maxtext.trainers.data_loader import open_train_streams
 from maxtext.trainers.methods.rl import rollout
 from maxtext.trainers.methods.rl.group_sampler import RewardWatch, reward_metrics
 from maxtext.trainers.methods.rl.rewards.answers import RewardKeys
-from maxtext.trainers.methods.rl.rollout_log import RolloutLog, ScoredRollout
+from maxtext.trainers.methods.rl.rollout import Rollout
+from maxtext.trainers.methods.rl.rollout_log import Clock, RolloutLog, SpanLog
 from maxtext.trainers.methods.rl.rollout_step import check_agreement, log_rollout
-from maxtext.trainers.methods.rl.spans import Clock, SpanLog
 from maxtext.trainers.run_context import RunContext
 from tests.support.distillation import save_llama
 from tests.support.grpo import BYTES, ROWS, RUN, rollouts_of, share_of_low_bytes
@@ -208,7 +208,7 @@ def test_disagreement_of_sampler_and_trainer_names_the_token():
 
 
 def scored(step, reward, advantage, token_ids=(3,), log_probs=(-0.1,)):
-    return ScoredRollout(
+    return Rollout(
         step=step,
         prompt=[{"role": "user", "content": "é"}],
         completion="x",
@@ -454,9 +454,9 @@ def test_keys_of_a_run(base, tmp_path, light_compiler):
     advantages = (rewards - rewards.mean(1, keepdims=True)).ravel()
     np.testing.assert_allclose([each["advantage"] for each in rollouts], advantages, atol=1e-4)
     lengths = np.array([len(each["token_ids"]) for each in rollouts])
-    is_learned = np.array([each["finish_reason"] != "length" for each in rollouts])
-    # On policy the ratio is 1: the loss is the mean over learned rows of -A times their tokens.
-    loss = -(advantages * lengths)[is_learned].sum() / is_learned.sum()
+    is_trained_on = np.array([each["finish_reason"] != "length" for each in rollouts])
+    # On policy the ratio is 1: the loss is the mean of -A times the tokens, over these rows.
+    loss = -(advantages * lengths)[is_trained_on].sum() / is_trained_on.sum()
     assert run.metrics[0]["loss"] == pytest.approx(loss, rel=1e-4)
     names = [json.loads(line)["name"] for line in (run.folder / "spans.jsonl").open()]
     assert names == ["sync", "rollout", "reward", "score", "prepare", "update"]

@@ -1,7 +1,8 @@
-"""Rollouts that are sampled ahead: which weights sample them, and what is not learned."""
+"""Rollouts that are sampled ahead: which weights sample them, and when they are trained on."""
 
 import shutil
 from collections import deque
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import jax
@@ -14,8 +15,8 @@ from maxtext.trainers import tune
 from maxtext.trainers.hooks import TrainingFailed
 from maxtext.trainers.methods.rl.group_sampler import SampledBatch
 from maxtext.trainers.methods.rl.prompt_loader import Lookahead
+from maxtext.trainers.methods.rl.rollout_log import Clock
 from maxtext.trainers.methods.rl.rollout_step import GroupRolloutStep
-from maxtext.trainers.methods.rl.spans import Clock
 from tests.support.distillation import save_llama
 from tests.support.grpo import BYTES, ROWS, RUN, rollouts_of, share_of_low_bytes
 
@@ -73,10 +74,10 @@ def test_old_batches_are_sampled_anew():
     step.error = None
     step.config = SimpleNamespace(off_policy_steps=2)
     step.context = SimpleNamespace(model_weights=lambda state: None)
-    step.engine = SimpleNamespace(
-        sync=lambda weights, count: None, release=lambda: None, weight_sync=None
+    step.sampler = SimpleNamespace(
+        synced=lambda weights, count: nullcontext(), release=lambda: None
     )
-    step.sampler = SimpleNamespace(sample=sample, num_requests=1)
+    step.group_sampler = SimpleNamespace(sample=sample, num_requests=1)
     old, young = (SampledBatch(8, version, rollouts=[], metrics={}) for version in (3, 7))
     step.queue = deque([old])
     assert step.take(None, [], Clock()).version == 8
@@ -85,7 +86,7 @@ def test_old_batches_are_sampled_anew():
     assert step.take(None, [], Clock()) is young
     assert sampled == [(8, 8)]
     # An error of sampling ahead ends the run in the next step, with the weights of the last.
-    step.sampler = SimpleNamespace(sample=fail)
+    step.group_sampler = SimpleNamespace(sample=fail)
     step.sample_later([(10, EMPTY)], 8, Clock())
     with pytest.raises(TrainingFailed, match="no reward"):
         step.take(None, [], Clock())

@@ -45,7 +45,7 @@ def batch():
     return logps | {
         "targets_segmentation": sampled.astype(np.int32),
         "advantages": rng.standard_normal(ROWS).astype(np.float32),
-        "is_learned": np.array([1, 1, 0, 1, 1, 1, 1, 1], np.float32),
+        "is_trained_on": np.array([1, 1, 0, 1, 1, 1, 1, 1], np.float32),
         "row_index": np.arange(ROWS, dtype=np.float32),
     }
 
@@ -70,7 +70,7 @@ def computed(batch, *keys):
 
 def expected(batch, reduction, old=None, kl=None, dual=None, weights=1.0, corrected=False):
     """The loss in NumPy, for beta 0.3 and epsilon 0.2."""
-    mask = (batch["targets_segmentation"] != 0) * batch["is_learned"][:, None]
+    mask = (batch["targets_segmentation"] != 0) * batch["is_trained_on"][:, None]
     policy = batch["policy"].astype(float)
     ratio = np.exp(policy - (policy if old is None else batch[old]))
     advantage = batch["advantages"][:, None]
@@ -96,7 +96,7 @@ REDUCTIONS = {
     "token-mean": lambda x, mask: (x * mask).sum() / mask.sum(),
     "micro-batch-token-mean": by_microbatch,
     "sequence-mean-token-scale": lambda x, mask: (x * mask).sum() / 7 / (LENGTH - PROMPT),
-    "sequence-mean": lambda x, mask: (x * mask).sum() / 7,  # 7 rows are learned
+    "sequence-mean": lambda x, mask: (x * mask).sum() / 7,  # 7 rows are trained on
 }
 
 
@@ -128,7 +128,7 @@ def test_corrections_for_the_sampler(batch, mode, keys):
     """The trainer with the weights that sampled: the policy itself, or the old log-probabilities
     that it computed before the first update."""
     level, action = mode.split("_")
-    mask = (batch["targets_segmentation"] != 0) * batch["is_learned"][:, None]
+    mask = (batch["targets_segmentation"] != 0) * batch["is_trained_on"][:, None]
     old = "old" if keys is OLD else None
     difference = (batch[old or "policy"] - batch["sampler"]).astype(float) * mask
     weights = np.exp(difference.sum(1, keepdims=True) if level == "sequence" else difference)

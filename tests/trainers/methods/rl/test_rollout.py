@@ -15,7 +15,7 @@ from maxtext.inference.requests import GenerationRequest
 from maxtext.inference.sampling.params import SamplingParams
 from maxtext.layers.context import BuildContext
 from maxtext.models.transformer import initial_weights, make_template
-from maxtext.trainers.methods.rl.rollout import Rollout, RolloutEngine, merged_template, sample_seed
+from maxtext.trainers.methods.rl.rollout import Rollout, Sampler, merged_template, sample_seed
 from maxtext.trainers.methods.rl.weight_sync import check_synced
 from maxtext.trainers.run_context import RunContext
 
@@ -38,8 +38,8 @@ def context(configure):
 
 
 @pytest.fixture(scope="module")
-def engine(context):
-    return RolloutEngine(context.config, context.template, context.rules)
+def sampler(context):
+    return Sampler(context.config, context.template, context.rules)
 
 
 @pytest.fixture(scope="module")
@@ -49,9 +49,9 @@ def weights(context):
 
 
 @pytest.fixture(scope="module")
-def rollouts(engine, weights):
-    engine.sync(weights, len(PROMPTS))
-    return engine.generate(requests(logprobs=0))
+def rollouts(sampler, weights):
+    sampler.sync(weights, len(PROMPTS))
+    return sampler.generate(requests(logprobs=0))
 
 
 @pytest.fixture(scope="module")
@@ -83,21 +83,21 @@ def test_log_probs_are_those_of_the_forward_pass(llm, rollouts):
 
 
 @pytest.mark.slow
-def test_completion_does_not_depend_on_the_others_of_its_batch(engine, weights, rollouts):
-    engine.sync(weights, num_requests=1)
-    alone = engine.generate(requests(logprobs=0)[2:3])
+def test_completion_does_not_depend_on_the_others_of_its_batch(sampler, weights, rollouts):
+    sampler.sync(weights, num_requests=1)
+    alone = sampler.generate(requests(logprobs=0)[2:3])
     assert [rollout.token_ids for rollout in alone] == [rollouts[2].token_ids]
 
 
 @pytest.mark.slow
-def test_other_weights_are_used_after_a_sync_without_compiling(engine, weights, rollouts):
-    programs = engine.programs.prefill, engine.programs.decode
+def test_other_weights_are_used_after_a_sync_without_compiling(sampler, weights, rollouts):
+    programs = sampler.programs.prefill, sampler.programs.decode
     sizes = [program._cache_size() for program in programs]
-    engine.sync(jax.tree.map(lambda leaf: 0.5 * leaf, weights), len(PROMPTS))
-    others = engine.generate(requests(logprobs=0))
+    sampler.sync(jax.tree.map(lambda leaf: 0.5 * leaf, weights), len(PROMPTS))
+    others = sampler.generate(requests(logprobs=0))
     assert all(a.token_ids != b.token_ids for a, b in zip(rollouts, others, strict=True))
-    engine.sync(weights, len(PROMPTS))
-    assert engine.generate(requests(logprobs=0)) == rollouts
+    sampler.sync(weights, len(PROMPTS))
+    assert sampler.generate(requests(logprobs=0)) == rollouts
     assert [program._cache_size() for program in programs] == sizes
 
 
@@ -108,24 +108,24 @@ def test_prefixes_of_earlier_weights_are_not_reused(configure, weights, rollouts
         "pagedattn_tokens_per_page=2",
     )  # fmt: skip
     context = RunContext.from_config(config)
-    engine = RolloutEngine(config, context.template, context.rules)
-    engine.sync(jax.tree.map(lambda leaf: 0.5 * leaf, weights), len(PROMPTS))
-    engine.generate(requests())
-    engine.generate(requests())
-    assert engine.engine.prefix_cache.hits > 0
-    engine.sync(weights, len(PROMPTS))
-    tokens = [rollout.token_ids for rollout in engine.generate(requests())]
+    sampler = Sampler(config, context.template, context.rules)
+    sampler.sync(jax.tree.map(lambda leaf: 0.5 * leaf, weights), len(PROMPTS))
+    sampler.generate(requests())
+    sampler.generate(requests())
+    assert sampler.engine.prefix_cache.hits > 0
+    sampler.sync(weights, len(PROMPTS))
+    tokens = [rollout.token_ids for rollout in sampler.generate(requests())]
     assert tokens == [rollout.token_ids for rollout in rollouts]
 
 
 @pytest.mark.slow
-def test_broken_weights_and_long_prompts_are_refused(engine, weights):
-    engine.sync(weights, len(PROMPTS))
+def test_broken_weights_and_long_prompts_are_refused(sampler, weights):
+    sampler.sync(weights, len(PROMPTS))
     with pytest.raises(UserError, match="3 tokens and 99 new tokens exceed 16"):
-        engine.generate(requests(max_new_tokens=99))
-    engine.sync(jax.tree.map(lambda leaf: leaf * np.nan, weights), len(PROMPTS))
+        sampler.generate(requests(max_new_tokens=99))
+    sampler.sync(jax.tree.map(lambda leaf: leaf * np.nan, weights), len(PROMPTS))
     with pytest.raises(UserError, match="logits are NaN or infinite"):
-        engine.generate(requests())
+        sampler.generate(requests())
 
 
 def test_row_learns_the_completion_alone():
@@ -146,15 +146,15 @@ def test_seeds_differ_by_step_prompt_and_sample():
 
 
 @pytest.mark.slow
-def test_paged_caches_of_a_gpu_sample_the_same(context, engine, weights, rollouts, monkeypatch):
-    assert engine.paged_programs(4, 16) is None  # this is no GPU
-    paged = RolloutEngine(context.config, context.template, context.rules)
+def test_paged_caches_of_a_gpu_sample_the_same(context, sampler, weights, rollouts, monkeypatch):
+    assert sampler.paged_programs(4, 16) is None  # this is no GPU
+    paged = Sampler(context.config, context.template, context.rules)
     monkeypatch.setattr(BuildContext, "only_platform", "gpu")
     paged.programs = paged.paged_programs(4, 16)
     monkeypatch.undo()
     assert paged.programs.config.pagedattn_num_pages == 4
     paged.sync(weights, len(PROMPTS))
-    assert paged.engine.cache_config.block_size == 32
+    assert paged.sampler.cache_config.block_size == 32
     assert [each.token_ids for each in paged.generate(requests(logprobs=0))] == [
         each.token_ids for each in rollouts
     ]
@@ -178,7 +178,7 @@ def test_merged_projections_of_a_gpu_sample_the_same(configure, monkeypatch, key
         lambda leaf: 0.3 * jax.random.normal(next(keys), leaf.shape, leaf.dtype),
         context.template.weights,
     )
-    engine = RolloutEngine(context.config, context.template, context.rules)
+    sampler = Sampler(context.config, context.template, context.rules)
     assert merged_template(context.config, context.template, context.rules) is None
     with monkeypatch.context() as patch:
         patch.setattr(BuildContext, "single_gpu_unsupported_reason", lambda context: None)
@@ -186,9 +186,9 @@ def test_merged_projections_of_a_gpu_sample_the_same(configure, monkeypatch, key
     assert sum("packed_qkv" in path for path in flatten_dict(merged.weights)) >= 2
     sampled = []
     for template in (None, merged):
-        engine.programs = replace(engine.programs, decode_template=template)
-        engine.sync(weights, len(PROMPTS))
-        sampled.append(engine.generate(requests(logprobs=0)))
+        sampler.programs = replace(sampler.programs, decode_template=template)
+        sampler.sync(weights, len(PROMPTS))
+        sampled.append(sampler.generate(requests(logprobs=0)))
     for separate, together in zip(*sampled, strict=True):
         assert separate.token_ids == together.token_ids
         np.testing.assert_allclose(separate.log_probs, together.log_probs, atol=1e-5)
@@ -198,9 +198,9 @@ def test_temperature_of_log_probs_is_that_of_sampling(configure, context, weight
     config = context.config.model_copy(
         update={"use_grpo": True, "decode_sampling_temperature": 2.0, "kv_cache_buffer": 0}
     )
-    engine = RolloutEngine(config, context.template, context.rules)
-    engine.sync(weights, len(PROMPTS))
-    for rollout in engine.generate(requests(logprobs=0, temperature=2.0)):
+    sampler = Sampler(config, context.template, context.rules)
+    sampler.sync(weights, len(PROMPTS))
+    for rollout in sampler.generate(requests(logprobs=0, temperature=2.0)):
         ids = rollout.prompt_ids + rollout.token_ids
         logps = jax.nn.log_softmax(llm.logits(np.array(ids[:-1])) / 2.0)
         sampled = np.arange(len(rollout.prompt_ids) - 1, len(ids) - 1)
@@ -209,7 +209,7 @@ def test_temperature_of_log_probs_is_that_of_sampling(configure, context, weight
 
 
 @pytest.mark.slow
-def test_limits_of_the_engine_change_no_text(context, weights, rollouts):
+def test_limits_of_the_sampler_change_no_text(context, weights, rollouts):
     limits = {
         "use_grpo": True,
         "max_num_seqs": 2,
@@ -217,25 +217,23 @@ def test_limits_of_the_engine_change_no_text(context, weights, rollouts):
         "kv_cache_buffer": 5,
         "hbm_utilization_vllm": 0.5,
     }
-    engine = RolloutEngine(
-        context.config.model_copy(update=limits), context.template, context.rules
-    )
-    engine.sync(weights, len(PROMPTS))
-    assert engine.engine.cache_config.slots == 2
-    assert engine.engine.cache_config.length == 16 + 5
+    sampler = Sampler(context.config.model_copy(update=limits), context.template, context.rules)
+    sampler.sync(weights, len(PROMPTS))
+    assert sampler.engine.cache_config.slots == 2
+    assert sampler.engine.cache_config.length == 16 + 5
     chunks = []
-    prefill = engine.engine.executor.prefill
-    engine.engine.executor.prefill = lambda batch, *rest: (
+    prefill = sampler.engine.executor.prefill
+    sampler.engine.executor.prefill = lambda batch, *rest: (
         chunks.append(int((np.asarray(batch.positions) >= 0).sum())) or prefill(batch, *rest)
     )
-    found = engine.generate(requests(logprobs=0))
+    found = sampler.generate(requests(logprobs=0))
     assert [each.token_ids for each in found] == [each.token_ids for each in rollouts]
     assert max(chunks) <= 3
     assert sum(chunks) == sum(map(len, PROMPTS))
     tiny = context.config.model_copy(update=limits | {"hbm_utilization_vllm": 1e-12})
-    engine = RolloutEngine(tiny, context.template, context.rules)
-    engine.sync(weights, len(PROMPTS))
-    assert engine.engine.cache_config.slots == 1
+    sampler = Sampler(tiny, context.template, context.rules)
+    sampler.sync(weights, len(PROMPTS))
+    assert sampler.engine.cache_config.slots == 1
 
 
 def test_failed_syncs_are_errors(weights):

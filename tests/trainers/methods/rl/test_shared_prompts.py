@@ -51,7 +51,7 @@ def make_batch(rng, prompt_lengths):
     return fields | {
         "sampler_logps": token_field([each.log_probs for each in rollouts], is_sampled),
         "advantages": rng.standard_normal(rows).astype(np.float32),
-        "is_learned": np.ones(rows, np.float32),
+        "is_trained_on": np.ones(rows, np.float32),
         "row_index": np.arange(rows, dtype=np.float32),
     }
 

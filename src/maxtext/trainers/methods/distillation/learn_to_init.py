@@ -16,7 +16,6 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +26,7 @@ from maxtext.checkpoint.weights import ParamInfo, ParamPath
 from maxtext.common import hash_rng
 from maxtext.common.errors import ConfigError
 from maxtext.common.trees import flatten_dict, unflatten_dict
+from maxtext.common.types import Tree
 from maxtext.configs.types import MaxTextConfig
 from maxtext.layers.parameters import Initializer, Template
 from maxtext.sharding.explicit import auto_sharded
@@ -177,11 +177,11 @@ class LearnToInit:
                 shape, axes = param.get_value().shape, param.get_metadata()["axes"]
                 if weight.is_stacked:
                     shape, axes = (len(weight.names), *shape), ("layers", *axes)
-                abstract: Any = jax.ShapeDtypeStruct(shape, weight.info.dtype)
+                abstract: Tree = jax.ShapeDtypeStruct(shape, weight.info.dtype)
                 state[weight.factor_path(name)] = nnx.Param(abstract, axes=axes)
         return Template(self.student.graph, nnx.from_flat_state(state))
 
-    def initial_weights(self, weights: Any) -> Any:
+    def initial_weights(self, weights: Tree) -> Tree:
         """The trained parameters before the first step, from weights of the student, whose
         attention is left out; under jit."""
         leaves = flatten_dict(weights)
@@ -192,7 +192,7 @@ class LearnToInit:
             leaves |= {weight.factor_path(name): value for name, value in factors.items()}
         return unflatten_dict(leaves)
 
-    def model_weights(self, weights: Any, teacher_weights: Any) -> Any:
+    def model_weights(self, weights: Tree, teacher_weights: Tree) -> Tree:
         """The weights of the student, from the trained parameters; under jit."""
         leaves, teacher_leaves = flatten_dict(weights), flatten_dict(teacher_weights)
         names = (W,) if self.general else (A, B)

@@ -9,9 +9,8 @@ from maxtext.input_pipeline.teacher_logits import top_k_of
 from maxtext.layers.parameters import Template
 from maxtext.models.transformer import build_context, make_template
 from maxtext.sharding import AxisRules
-from maxtext.trainers.methods.distillation.gkd import GKDObjective
 from maxtext.trainers.methods.distillation.learn_to_init import LearnToInit
-from maxtext.trainers.methods.distillation.objective import DistillationObjective
+from maxtext.trainers.methods.distillation.objective import DistillationObjective, GKDObjective
 from maxtext.trainers.methods.distillation.offline import OfflineDistillationObjective
 from maxtext.trainers.methods.distillation.teacher import check_features, teacher_config
 from maxtext.trainers.methods.distillation.weight_maps import WeightMaps

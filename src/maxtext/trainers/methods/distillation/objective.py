@@ -11,18 +11,19 @@ alone. Shapes: B batch, S sequence, E embedding.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from maxtext.common.types import Tree
 from maxtext.configs.types import MaxTextConfig
 from maxtext.layers.parameters import Template
 from maxtext.models.counts import forward_flops_per_token
+from maxtext.models.transformer import Transformer
 from maxtext.optimizers import schedule_steps
 from maxtext.sharding.explicit import auto_sharded
 from maxtext.trainers.losses.common import masked_sum
-from maxtext.trainers.losses.distill import anneal, distill, feature_distances
+from maxtext.trainers.losses.distill import anneal, distill, divergence, feature_distances
 from maxtext.trainers.methods.distillation.learn_to_init import LearnToInit
 from maxtext.trainers.methods.distillation.teacher import pop_features, read_teacher_weights
 from maxtext.trainers.methods.distillation.weight_maps import WeightMaps
@@ -42,6 +43,8 @@ from maxtext.trainers.objective import LanguageModelObjective, Sums
 
 TOKEN_SUMS = ("soft_loss", "hard_loss", "kl", "kl_temperature_1", "teacher_loss")
 COEFFICIENTS = ("distill_alpha", "distill_temperature", "distill_beta")
+DIVERGENCE = "divergence"
+GKD_METRICS = ("kl", "kl_temperature_1", "hard_loss", "teacher_loss")
 
 
 @dataclass(frozen=True)
@@ -66,37 +69,37 @@ class DistillationObjective(LanguageModelObjective):
         return forward_flops_per_token(self.teacher_config)
 
     @property
-    def abstract_reference(self) -> Any:
+    def abstract_reference(self) -> Tree:
         return self.teacher_template.weights
 
     @property
-    def reference_axes(self) -> Any:
+    def reference_axes(self) -> Tree:
         return self.teacher_template.axes
 
-    def make_reference(self, initial_weights: Callable[[], Any], shardings: Any) -> Any:
+    def make_reference(self, initial_weights: Callable[[], Tree], shardings: Tree) -> Tree:
         return read_teacher_weights(self.teacher_config, self.teacher_template, shardings)
 
     @property
     def starts_from_reference(self) -> bool:
         return self.maps.has_entries
 
-    def start_weights(self, weights: Any, reference: Any) -> Any:
+    def start_weights(self, weights: Tree, reference: Tree) -> Tree:
         return self.maps.copy(weights, reference)
 
-    def constrain_weights(self, weights: Any) -> Any:
+    def constrain_weights(self, weights: Tree) -> Tree:
         return self.maps.share(weights)
 
     @property
     def model_template(self) -> Template:
         return self.template if self.learn_to_init is None else self.learn_to_init.student
 
-    def model_weights(self, weights: Any, reference: Any) -> Any:
+    def model_weights(self, weights: Tree, reference: Tree) -> Tree:
         weights = self.maps.share(weights)
         if self.learn_to_init is None:
             return weights
         return self.learn_to_init.model_weights(weights, reference)
 
-    def trained_weights(self, model_weights: Any) -> Any:
+    def trained_weights(self, model_weights: Tree) -> Tree:
         if self.learn_to_init is None:
             return model_weights
         return self.learn_to_init.initial_weights(model_weights)
@@ -104,14 +107,14 @@ class DistillationObjective(LanguageModelObjective):
     def counts(self, batch: Batch) -> Sums:
         return distillation_counts(self.config, batch)
 
-    def eval_sums(self, weights: Any, reference: Any, batch: Batch) -> Sums:
+    def eval_sums(self, weights: Tree, reference: Tree, batch: Batch) -> Sums:
         weights = self.model_weights(weights, reference)
         return eval_loss_sums(
             self.config, self.model_template, weights, batch, counts_correct=self.has_prompts
         )
 
     def losses(
-        self, weights: Any, reference: Any, batch: Batch, key: jax.Array | None, step: jax.Array
+        self, weights: Tree, reference: Tree, batch: Batch, key: jax.Array | None, step: jax.Array
     ) -> Losses:
         reference = jax.lax.stop_gradient(reference)
         weights = self.model_weights(weights, reference)
@@ -175,7 +178,7 @@ class DistillationObjective(LanguageModelObjective):
         self,
         config: MaxTextConfig,
         template: Template,
-        weights: Any,
+        weights: Tree,
         batch: Batch,
         key: jax.Array | None,
     ) -> tuple[jax.Array, dict]:
@@ -184,7 +187,9 @@ class DistillationObjective(LanguageModelObjective):
         inputs = replace(inputs, reports_attention=self.uses_features)
         return bind_model(config, template, weights).run(batch["inputs"], inputs)
 
-    def feature_sum(self, features: jax.Array, teacher_features: jax.Array, batch: Batch) -> Any:
+    def feature_sum(
+        self, features: jax.Array, teacher_features: jax.Array, batch: Batch
+    ) -> jax.Array:
         """The distance of features [L, B, S, E], averaged over layers, summed over tokens."""
 
         def run(features: jax.Array, teacher_features: jax.Array, mask: jax.Array) -> jax.Array:
@@ -195,8 +200,8 @@ class DistillationObjective(LanguageModelObjective):
 
     def head_sums(
         self,
-        student: Any,
-        teacher: Any,
+        student: Transformer,
+        teacher: Transformer,
         x: jax.Array,
         teacher_x: jax.Array,
         batch: Batch,
@@ -213,6 +218,48 @@ class DistillationObjective(LanguageModelObjective):
 
         arrays = (x, teacher_x, batch["targets"], target_mask(batch))
         return sum_tiles(tile, self.config.num_vocab_tiling, *arrays)
+
+
+@dataclass(frozen=True)
+class GKDObjective(DistillationObjective):
+    """Generalized knowledge distillation (GKD, arXiv:2306.13649): the loss is a divergence.
+
+        loss = β·KL(t ‖ m) + (1−β)·KL(s ‖ m),  m = β·t + (1−β)·s
+
+    t and s are softmaxes of the logits of teacher and student over distill_temperature. β = 0 is
+    the forward KL(t ‖ s), β = 1 the reverse KL(s ‖ t). on_policy.py samples the completions of
+    batches.
+    """
+
+    def counts(self, batch: Batch) -> Sums:
+        counts = super().counts(batch)
+        return counts | {DIVERGENCE: counts["distillation_loss"]}
+
+    def loss_coefficients(self, step: jax.Array) -> Sums:
+        coefficients = super().loss_coefficients(step)
+        return {"distill_temperature": coefficients["distill_temperature"]}
+
+    def token_sums(
+        self,
+        student_logits: jax.Array,
+        teacher_logits: jax.Array,
+        targets: jax.Array,
+        mask: jax.Array,
+        temperature: jax.Array,
+    ) -> Sums:
+        sums = super().token_sums(student_logits, teacher_logits, targets, mask, temperature)
+        total = divergence(
+            student_logits,
+            teacher_logits,
+            mask,
+            beta=self.config.gkd_beta,
+            temperature=temperature,
+            tokens=1.0,
+        )
+        return {name: sums[name] for name in GKD_METRICS} | {DIVERGENCE: total}
+
+    def token_loss(self, sums: Sums, coefficients: Sums) -> jax.Array:
+        return sums[DIVERGENCE]
 
 
 def distillation_counts(config: MaxTextConfig, batch: Batch) -> Sums:

@@ -6,13 +6,15 @@ S sequence, K tokens of the vocabulary.
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
+from maxtext.common.types import Tree
 from maxtext.configs.types import MaxTextConfig
 from maxtext.input_pipeline.teacher_logits import TOP_K_FIELDS
+from maxtext.models.transformer import Transformer
 from maxtext.trainers.losses.distill import distill
 from maxtext.trainers.methods.distillation.objective import (
     TOKEN_SUMS,
@@ -42,14 +44,14 @@ class OfflineDistillationObjective(LanguageModelObjective):
     top_k: int
 
     @property
-    def token_fields(self) -> dict[str, tuple[int, Any]]:
+    def token_fields(self) -> dict[str, tuple[int, DTypeLike]]:
         return {name: (self.top_k, dtype) for name, dtype in TOP_K_FIELDS.items()}
 
     def counts(self, batch: Batch) -> Sums:
         return distillation_counts(self.config, batch)
 
     def losses(
-        self, weights: Any, reference: Any, batch: Batch, key: jax.Array | None, step: jax.Array
+        self, weights: Tree, reference: Tree, batch: Batch, key: jax.Array | None, step: jax.Array
     ) -> Losses:
         model = bind_model(self.config, self.template, weights)
         x, layer_aux = model.run(batch["inputs"], training_inputs(self.config, batch, key))
@@ -67,7 +69,7 @@ class OfflineDistillationObjective(LanguageModelObjective):
         )
 
 
-def top_k_sums(config: MaxTextConfig, model: Any, x: jax.Array, batch: Batch) -> Sums:
+def top_k_sums(config: MaxTextConfig, model: Transformer, x: jax.Array, batch: Batch) -> Sums:
     """OFFLINE_SUMS and z_loss of the output of the last layer."""
 
     def tile(

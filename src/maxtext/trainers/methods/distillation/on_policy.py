@@ -7,21 +7,21 @@ token, so that a resumed run goes on bit for bit.
 
 import time
 from enum import Enum
-from typing import Any
 
 import jax
 import numpy as np
 
+from maxtext.common.types import Tree
 from maxtext.configs.types import MaxTextConfig
 from maxtext.inference.requests import GenerationRequest
 from maxtext.inference.sampling.params import SamplingParams
 from maxtext.input_pipeline import Batch
 from maxtext.trainers.data_loader import DeviceBatch
-from maxtext.trainers.methods.distillation.gkd import GKDObjective
+from maxtext.trainers.methods.distillation.objective import GKDObjective
 from maxtext.trainers.methods.method import StepSetup
 from maxtext.trainers.methods.rl.rollout import (
     Rollout,
-    RolloutEngine,
+    Sampler,
     rollout_metrics,
     sample_seed,
     stop_token_ids,
@@ -58,17 +58,17 @@ class OnPolicyStep:
         self.data_loader = setup.data_loader
         self.step = setup.first_step
         self.stop_token_ids = stop_token_ids(self.config, setup.checkpoint)
-        self.engines = {
-            Origin.STUDENT: RolloutEngine(self.config, objective.model_template, context.rules)
+        self.samplers = {
+            Origin.STUDENT: Sampler(self.config, objective.model_template, context.rules)
         }
         if self.config.gkd_seq_kd:
-            self.engines[Origin.TEACHER] = RolloutEngine(
+            self.samplers[Origin.TEACHER] = Sampler(
                 objective.teacher_config, objective.teacher_template, context.rules
             )
 
     def __call__(
         self, state: TrainState, batch: DeviceBatch, key: jax.Array
-    ) -> tuple[TrainState, dict[str, Any]]:
+    ) -> tuple[TrainState, dict[str, jax.Array | float]]:
         origin = batch_origin(self.config, self.step)
         metrics = {"on_policy": float(origin is Origin.STUDENT)}
         if origin is not Origin.DATA:
@@ -89,15 +89,12 @@ class OnPolicyStep:
         requests = completion_requests(self.config, batch, self.step, self.stop_token_ids)
         if not requests:
             return batch, []
-        engine = self.engines[origin]
-        engine.sync(self.weights_of(origin, state), len(batch["inputs"]))
-        try:
-            rollouts = engine.generate(list(requests.values()))
-        finally:
-            engine.release()
+        sampler = self.samplers[origin]
+        with sampler.synced(self.weights_of(origin, state), len(batch["inputs"])):
+            rollouts = sampler.generate(list(requests.values()))
         return replace_rows(batch, dict(zip(requests, rollouts, strict=True))), rollouts
 
-    def weights_of(self, origin: Origin, state: TrainState) -> Any:
+    def weights_of(self, origin: Origin, state: TrainState) -> Tree:
         if origin is Origin.TEACHER:
             return state.reference
         return self.context.model_weights(state)
@@ -106,10 +103,10 @@ class OnPolicyStep:
 def prompt_lengths(batch: Batch) -> np.ndarray:
     """[rows]: the tokens before the last completion of each row, the last run of targets in the
     loss; 0 for a row without one."""
-    is_learned = batch["targets_segmentation"] != 0
-    before = np.pad(is_learned, ((0, 0), (1, 0)))[:, :-1]
-    starts = is_learned & ~before
-    length = is_learned.shape[1]
+    is_trained_on = batch["targets_segmentation"] != 0
+    before = np.pad(is_trained_on, ((0, 0), (1, 0)))[:, :-1]
+    starts = is_trained_on & ~before
+    length = is_trained_on.shape[1]
     last = length - np.argmax(starts[:, ::-1], axis=1)  # input t precedes target t
     return np.where(starts.any(axis=1), last, 0)
 

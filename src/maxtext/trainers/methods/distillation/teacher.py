@@ -7,7 +7,6 @@ Shapes: L layers, B batch, S sequence, D features.
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +14,7 @@ import jax.numpy as jnp
 from maxtext.checkpoint.open import model_param_infos, open_checkpoint
 from maxtext.checkpoint.weights import load_weights
 from maxtext.common.errors import ConfigError, as_config_error
+from maxtext.common.types import Tree
 from maxtext.configs import ledger, serialize, types
 from maxtext.configs.derive import Devices
 from maxtext.configs.load import base_values
@@ -107,7 +107,7 @@ def check_same_vocabulary(config: MaxTextConfig, teacher: MaxTextConfig) -> None
         )
 
 
-def read_teacher_weights(config: MaxTextConfig, template: Template, shardings: Any) -> Any:
+def read_teacher_weights(config: MaxTextConfig, template: Template, shardings: Tree) -> Tree:
     """The weights of the teacher, read straight into their shards."""
     path = config.load_parameters_path
     if not path:
@@ -145,10 +145,10 @@ def check_features(config: MaxTextConfig, teacher: MaxTextConfig) -> None:
 def pop_features(layer_aux: dict, indices: Sequence[int] | None) -> tuple[dict, jax.Array]:
     """The auxiliary outputs of the layers without the features, and the features [L, B, S, D] of
     the layers at `indices` (None: of all). Raises ConfigError if a layer reports none."""
-    stacks: dict[int, Any] = layer_aux["layers"]
+    stacks: dict[int, dict[str, dict[int, dict]]] = layer_aux["layers"]
     rest, features = {}, []
     for number, stack in stacks.items():
-        blocks: dict[int, dict] = stack["blocks"]
+        blocks = stack["blocks"]
         if not all(ATTENTION_OUTPUT in aux for aux in blocks.values()):
             raise ConfigError(
                 "distill_beta compares outputs of attention, and some layers have none or "

@@ -8,13 +8,13 @@ are those of checkpoints: `layers/0/attention/query/weight`, also if layers are 
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 
 from maxtext.checkpoint.open import model_param_infos
 from maxtext.checkpoint.weights import ModelWeights, ParamInfo, ParamPath
 from maxtext.common.errors import ConfigError
+from maxtext.common.types import Tree
 from maxtext.configs.types import MaxTextConfig
 from maxtext.layers.parameters import Template
 
@@ -62,24 +62,24 @@ class WeightMaps:
     def has_entries(self) -> bool:
         return bool(self.shared or self.copied)
 
-    def share(self, weights: Any) -> Any:
+    def share(self, weights: Tree) -> Tree:
         """The weights of the student, in which destinations are equal to their sources. The
         gradient of a source is the sum over its uses, that of a destination 0."""
         return self.replace(weights, self.shared, ModelWeights(weights, self.student))
 
-    def copy(self, weights: Any, teacher_weights: Any) -> Any:
+    def copy(self, weights: Tree, teacher_weights: Tree) -> Tree:
         """The weights of the student at step 0."""
         source = ModelWeights(teacher_weights, self.teacher)
         return self.share(self.replace(weights, self.copied, source))
 
-    def replace(self, weights: Any, names: Mapping[str, str], source: ModelWeights) -> Any:
+    def replace(self, weights: Tree, names: Mapping[str, str], source: ModelWeights) -> Tree:
         for name, source_name in names.items():
             info, value = self.student[name], source.get(source_name)
             weights = replace_parameter(weights, info.path, info, value)
         return weights
 
 
-def replace_parameter(tree: Any, path: ParamPath, info: ParamInfo, value: Any) -> Any:
+def replace_parameter(tree: Tree, path: ParamPath, info: ParamInfo, value: Tree) -> Tree:
     """The tree with another value of the parameter at `path`, cast to its dtype."""
     if path:
         branch = replace_parameter(tree[path[0]], path[1:], info, value)

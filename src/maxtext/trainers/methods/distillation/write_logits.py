@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +11,7 @@ import numpy as np
 from maxtext.checkpoint.open import Checkpoint
 from maxtext.common.errors import ConfigError
 from maxtext.common.log import LOGGER
+from maxtext.common.types import Tree
 from maxtext.configs.types import MaxTextConfig
 from maxtext.input_pipeline import Batch, DataStreams
 from maxtext.input_pipeline.teacher_logits import (
@@ -113,12 +113,12 @@ def parts(config: MaxTextConfig, streams: DataStreams) -> Iterator[list[Batch]]:
 
 
 def compile_top_k(
-    context: RunContext, weights: Any, streams: DataStreams, top_k: int
+    context: RunContext, weights: Tree, streams: DataStreams, top_k: int
 ) -> Callable[[Batch], Batch]:
     """A function from a batch to its TOP_K_FIELDS, [rows, S, K]."""
     config, rows = context.config, context.config.global_batch_size_to_train_on
 
-    def run(weights: Any, batch: Any) -> dict[str, jax.Array]:
+    def run(weights: Tree, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
         model = bind_model(config, context.template, weights)
         x, _ = model.run(batch["inputs"], training_inputs(config, batch, None))
 

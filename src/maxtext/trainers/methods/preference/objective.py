@@ -7,14 +7,15 @@ S positions.
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from maxtext.common.types import Tree
 from maxtext.configs.types import MaxTextConfig
 from maxtext.input_pipeline import FIELDS
 from maxtext.layers.parameters import Template
+from maxtext.models.transformer import Transformer
 from maxtext.trainers.losses import preference as preference_losses
 from maxtext.trainers.model_losses import (
     Batch,
@@ -75,7 +76,7 @@ class PreferenceObjective(PolicyObjective):
         return names
 
     def losses(
-        self, weights: Any, reference: Any, batch: Batch, key: jax.Array | None, step: jax.Array
+        self, weights: Tree, reference: Tree, batch: Batch, key: jax.Array | None, step: jax.Array
     ) -> Losses:
         policy = self.pair_logps(self.template, weights, batch, key)
         sums, metrics = self.loss_sums(
@@ -118,7 +119,7 @@ class PreferenceObjective(PolicyObjective):
         return sums, {name: metrics[name] for name in self.metric_names}
 
     def reference_logps(
-        self, weights: Any, reference: Any, batch: Batch
+        self, weights: Tree, reference: Tree, batch: Batch
     ) -> tuple[jax.Array, jax.Array] | None:
         """The reference's log-probabilities, from the batch or computed; None if the loss has no
         reference."""
@@ -127,7 +128,7 @@ class PreferenceObjective(PolicyObjective):
         return self.compute_reference(weights, reference, batch) if self.needs_reference else None
 
     def compute_reference(
-        self, weights: Any, reference: Any, batch: Batch
+        self, weights: Tree, reference: Tree, batch: Batch
     ) -> tuple[jax.Array, jax.Array]:
         """Sums of log-probabilities of the chosen and of the rejected completions."""
         template, frozen = self.reference_model(weights, reference)
@@ -135,7 +136,7 @@ class PreferenceObjective(PolicyObjective):
         return jax.lax.stop_gradient((pairs.chosen, pairs.rejected))
 
     def pair_logps(
-        self, template: Template, weights: Any, batch: Batch, key: jax.Array | None
+        self, template: Template, weights: Tree, batch: Batch, key: jax.Array | None
     ) -> PairLogps:
         rows = self.model_rows(batch)
         model = bind_model(self.config, template, weights)
@@ -152,7 +153,7 @@ class PreferenceObjective(PolicyObjective):
             layer_aux=layer_aux,
         )
 
-    def eval_sums(self, weights: Any, reference: Any, batch: Batch) -> Sums:
+    def eval_sums(self, weights: Tree, reference: Tree, batch: Batch) -> Sums:
         policy = self.pair_logps(self.template, weights, batch, None)
         sums, metrics = self.loss_sums(
             policy, self.reference_logps(weights, reference, batch), batch
@@ -199,15 +200,15 @@ def pair_mask(batch: Batch) -> jax.Array:
 
 
 def row_logp_sums(
-    config: MaxTextConfig, model: Any, x: jax.Array, batch: Batch
+    config: MaxTextConfig, model: Transformer, x: jax.Array, batch: Batch
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """For each row: the log-probability of its tokens in the loss, the negative log-likelihood of
     all its tokens, and the number of tokens in the loss."""
     token_losses, _ = model.losses(model.final_norm(x), batch["targets"], config.num_vocab_tiling)
-    learned = target_mask(batch)
+    loss_mask = target_mask(batch)
     is_token = (batch["inputs_segmentation"] != 0).astype(jnp.float32)
     return (
-        -jnp.sum(token_losses * learned, axis=1),
+        -jnp.sum(token_losses * loss_mask, axis=1),
         jnp.sum(token_losses * is_token, axis=1),
-        jnp.sum(learned, axis=1),
+        jnp.sum(loss_mask, axis=1),
     )

@@ -8,7 +8,7 @@ The weights of the reference are not needed afterwards.
 import hashlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
@@ -18,6 +18,7 @@ from maxtext.common.errors import UserError
 from maxtext.common.files import atomic_writer
 from maxtext.common.log import LOGGER
 from maxtext.common.trees import checksum
+from maxtext.common.types import Tree
 from maxtext.configs.types import MaxTextConfig
 from maxtext.input_pipeline import Batch, DataStreams
 from maxtext.trainers.compilation.compile import default_options, lower
@@ -99,7 +100,7 @@ def pair_keys(batch: Batch) -> list[bytes]:
 
 
 def compute_reference_logps(
-    context: "RunContext", weights: Any, known: ReferenceLogps | None = None
+    context: "RunContext", weights: Tree, known: ReferenceLogps | None = None
 ) -> ReferenceLogps:
     """Run the reference, which has these weights, over the pairs of training and evaluation that
     are not `known`."""
@@ -124,7 +125,7 @@ def compute_reference_logps(
 
 def add_batches(
     context: "RunContext",
-    weights: Any,
+    weights: Tree,
     streams: DataStreams,
     rows: int,
     steps: int,
@@ -151,12 +152,14 @@ def limited(streams: DataStreams, steps: int) -> Iterator[Batch]:
         yield batch
 
 
-def compile_reference(context: "RunContext", rows: int) -> Callable[[Any, Any], Any]:
+def compile_reference(
+    context: "RunContext", rows: int
+) -> Callable[[Tree, dict[str, jax.Array]], tuple[jax.Array, jax.Array]]:
     """(weights at step 0, batch) -> (chosen, rejected), [rows] each, on every device."""
     objective, shardings = context.objective, context.shardings
     assert isinstance(objective, PreferenceObjective)
 
-    def run(weights: Any, batch: Any) -> Any:
+    def run(weights: Tree, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
         return objective.compute_reference(weights, objective.reference_weights(weights), batch)
 
     abstract = with_shardings(context.abstract_weights, shardings.weights)
@@ -166,7 +169,7 @@ def compile_reference(context: "RunContext", rows: int) -> Callable[[Any, Any], 
     return lower(context, jitted, abstract, fields).compile(default_options(context))
 
 
-def load_or_compute(context: "RunContext", folder: str, weights: Any) -> ReferenceLogps:
+def load_or_compute(context: "RunContext", folder: str, weights: Tree) -> ReferenceLogps:
     """The reference of a run, whose weights at step 0 are these; stored in its folder."""
     path, identity = Path(folder) / FILE, int(checksum(weights))
     known = ReferenceLogps.load(path, identity) if jax.process_count() == 1 else None

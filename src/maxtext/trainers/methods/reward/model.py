@@ -1,10 +1,9 @@
 """A trained reward model, which scores prompts with their completions."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +12,7 @@ import numpy as np
 from maxtext.checkpoint.open import model_param_infos, open_checkpoint
 from maxtext.checkpoint.weights import load_weights
 from maxtext.common.errors import ConfigError, UserError
+from maxtext.common.types import Tree
 from maxtext.configs.sources import from_python
 from maxtext.configs.types import MaxTextConfig
 from maxtext.input_pipeline import Split
@@ -21,6 +21,7 @@ from maxtext.layers.inputs import LayerInputs
 from maxtext.layers.parameters import Template
 from maxtext.models.configuration import load
 from maxtext.models.transformer import make_template
+from maxtext.tokenizers.chat import Messages
 from maxtext.trainers.methods.reward.objective import last_scores
 
 ROWS = 8  # that are scored at a time
@@ -33,10 +34,12 @@ class RewardModel:
 
     config: MaxTextConfig
     template: Template
-    weights: Any
+    weights: Tree
 
     @classmethod
-    def load(cls, path: str | os.PathLike, tokenizer_path: str = "", **keys: Any) -> "RewardModel":
+    def load(
+        cls, path: str | os.PathLike, tokenizer_path: str = "", **keys: object
+    ) -> "RewardModel":
         """A folder that `maxtext reward` or transformers wrote, or the checkpoints of a run.
         `tokenizer_path`: for a folder without a tokenizer. `keys`: configuration keys. Raises
         ConfigError if it holds no reward model."""
@@ -57,7 +60,7 @@ class RewardModel:
         weights = load_weights(checkpoint.weights(config, param_infos), param_infos, template)
         return cls(config, template, weights)
 
-    def score(self, prompts: Sequence[Any], completions: Sequence[str]) -> list[float]:
+    def score(self, prompts: Sequence[str | Messages], completions: Sequence[str]) -> list[float]:
         """The reward of each completion of a prompt, which is a text or a list of messages. Raises
         UserError for messages if the tokenizer has no chat template."""
         pairs = zip(prompts, completions, strict=True)
@@ -67,7 +70,7 @@ class RewardModel:
             scores += self.score_rows(rows[start : start + ROWS])
         return scores
 
-    def token_ids(self, prompt: Any, completion: str) -> list[int]:
+    def token_ids(self, prompt: str | Messages, completion: str) -> list[int]:
         """The tokens that training reads of a pair with this completion."""
         encoder = self.encoder
         if isinstance(prompt, str):
@@ -100,8 +103,8 @@ class RewardModel:
         return ScoredPairEncoder(self.config, Split.TRAIN)
 
     @cached_property
-    def program(self) -> Any:
-        def run(weights: Any, ids: jax.Array, lengths: jax.Array) -> jax.Array:
+    def program(self) -> Callable[[Tree, np.ndarray, np.ndarray], jax.Array]:
+        def run(weights: Tree, ids: jax.Array, lengths: jax.Array) -> jax.Array:
             model = self.template.bind(weights)
             positions = jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape)
             x, _ = model.run(ids, LayerInputs(positions))

@@ -8,12 +8,13 @@ Shapes: P pairs, S positions, E embedding.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from maxtext.common.types import Tree
 from maxtext.input_pipeline.interface import MARGIN
+from maxtext.models.transformer import Transformer
 from maxtext.trainers.methods.preference.objective import (
     ROW_AXES,
     num_pair_tokens,
@@ -44,7 +45,7 @@ class RewardObjective(ModelObjective):
         return dict.fromkeys(("reward_loss", "center_loss", *METRICS), num_pairs)
 
     def losses(
-        self, weights: Any, reference: Any, batch: Batch, key: jax.Array | None, step: jax.Array
+        self, weights: Tree, reference: Tree, batch: Batch, key: jax.Array | None, step: jax.Array
     ) -> Losses:
         scores, layer_aux = self.scores(weights, batch, key)
         sums, metrics = self.loss_sums(scores, batch)
@@ -69,7 +70,7 @@ class RewardObjective(ModelObjective):
 
         return total(sums), total(metrics)
 
-    def scores(self, weights: Any, batch: Batch, key: jax.Array | None) -> tuple[jax.Array, dict]:
+    def scores(self, weights: Tree, batch: Batch, key: jax.Array | None) -> tuple[jax.Array, dict]:
         """float32 [P, 2], and what the layers report."""
         rows = self.model_rows(batch)
         model = bind_model(self.config, self.template, weights)
@@ -78,7 +79,7 @@ class RewardObjective(ModelObjective):
         scores = run_head(last_scores, models, x, rows, out_axes=ROW_AXES)
         return scores.reshape(-1, 2), layer_aux
 
-    def eval_sums(self, weights: Any, reference: Any, batch: Batch) -> Sums:
+    def eval_sums(self, weights: Tree, reference: Tree, batch: Batch) -> Sums:
         sums, metrics = self.loss_sums(self.scores(weights, batch, None)[0], batch)
         loss = sums["reward_loss"] + sums.get("center_loss", 0.0)
         return metrics | {"loss": loss, "count": jnp.sum(pair_mask(batch))}
@@ -94,7 +95,7 @@ class RewardObjective(ModelObjective):
         return num_pair_tokens(batch)
 
 
-def last_scores(model: Any, x: jax.Array, batch: Batch) -> jax.Array:
+def last_scores(model: Transformer, x: jax.Array, batch: Batch) -> jax.Array:
     """float32 [B]: the score of each row at its last token, from the output of the last layer
     [B, S, E]. Rows of a context-parallel run are permuted, so positions say which token is last."""
     is_token = batch["inputs_segmentation"] != 0

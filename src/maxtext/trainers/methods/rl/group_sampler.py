@@ -2,8 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import jax
 import numpy as np
@@ -21,14 +20,14 @@ from maxtext.trainers.methods.rl.agents.agent import (
     conversation_columns,
     conversation_metrics,
 )
+from maxtext.trainers.methods.rl.agents.environment import Row
 from maxtext.trainers.methods.rl.rewards.functions import (
     RewardFunction,
     compute_rewards,
     total_rewards,
 )
-from maxtext.trainers.methods.rl.rollout import Rollout, RolloutEngine, rollout_metrics, sample_seed
-from maxtext.trainers.methods.rl.rollout_log import ScoredRollout
-from maxtext.trainers.methods.rl.spans import Clock
+from maxtext.trainers.methods.rl.rollout import Rollout, Sampler, rollout_metrics, sample_seed
+from maxtext.trainers.methods.rl.rollout_log import Clock
 
 DEGENERATE_STEPS = 3
 # Compiled: an accelerator takes 0.2 ms for each operation of its own, and the update waits.
@@ -39,7 +38,7 @@ compiled_degenerate_groups = jax.jit(degenerate_groups, static_argnames="num_gen
 @dataclass(frozen=True)
 class Prompt:
     ids: list[int]
-    columns: dict[str, Any]
+    columns: Row
 
 
 @dataclass(frozen=True)
@@ -48,16 +47,16 @@ class SampledBatch:
 
     step: int
     version: int
-    rollouts: list[ScoredRollout]
+    rollouts: list[Rollout]
     metrics: dict[str, float]
 
 
 @dataclass(frozen=True)
 class GroupSampler:
-    """Samples with the weights of the engine. `agentic`: rollouts are conversations."""
+    """Samples with the weights of the sampler. `agentic`: rollouts are conversations."""
 
     config: MaxTextConfig
-    engine: RolloutEngine
+    sampler: Sampler
     tokenizer: Tokenizer
     rewards: Sequence[RewardFunction]
     stop_token_ids: tuple[int, ...]
@@ -88,19 +87,14 @@ class GroupSampler:
             compiled_advantages(total, self.config.num_generations, scale=self.config.scale_rewards)
         )
         scored = [
-            ScoredRollout(
+            replace(
+                rollout,
                 step=step,
                 prompt=prompt.columns["prompt"],
                 completion=completion,
-                finish_reason=rollout.finish_reason,
                 rewards={name: float(values[row]) for name, values in rewards.items()},
                 reward=float(total[row]),
                 advantage=float(group_advantages[row]),
-                prompt_ids=rollout.prompt_ids,
-                token_ids=rollout.token_ids,
-                log_probs=rollout.log_probs,
-                old_logps=(),
-                learned=rollout.learned,
             )
             for row, (prompt, completion, rollout) in enumerate(
                 zip(repeated, completions, rollouts, strict=True)
@@ -127,13 +121,13 @@ class GroupSampler:
         ]
 
     def complete(
-        self, rows: Sequence[dict[str, Any]], requests: Sequence[GenerationRequest]
+        self, rows: Sequence[Row], requests: Sequence[GenerationRequest]
     ) -> Sequence[Rollout]:
         """The rollout of each request, for a row with these columns."""
         if self.agentic is None:
-            return self.engine.generate(requests)
-        with self.engine.session() as session:
-            return self.agentic.run(session, rows, requests)
+            return self.sampler.generate(requests)
+        with self.sampler.lease():
+            return self.agentic.run(self.sampler, rows, requests)
 
     def group(self, prompt: Prompt, step: int, index: int) -> list[GenerationRequest]:
         """num_generations requests of a prompt, which is the `index`-th of its step."""
@@ -160,7 +154,7 @@ def read_prompts(batch: Batch) -> list[Prompt]:
     ]
 
 
-def reward_metrics(scored: Sequence[ScoredRollout], num_generations: int) -> dict[str, float]:
+def reward_metrics(scored: Sequence[Rollout], num_generations: int) -> dict[str, float]:
     """Means over the completions that are scored; `reward_std` is that of the groups."""
     rewards = np.array([each.reward for each in scored]).reshape(-1, num_generations)
     values = np.array([each.advantage for each in scored])
@@ -174,7 +168,7 @@ def reward_metrics(scored: Sequence[ScoredRollout], num_generations: int) -> dic
 
 
 class RewardWatch:
-    """Warns when the rewards of DEGENERATE_STEPS steps in a row leave nothing to learn, and again
+    """Warns when the rewards of DEGENERATE_STEPS steps in a row give no gradient, and again
     after every doubling."""
 
     def __init__(self) -> None:

@@ -11,15 +11,17 @@ the sampling temperature T, over the whole vocabulary.
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from maxtext.common.errors import ConfigError
+from maxtext.common.types import Tree
 from maxtext.configs.types import MaxTextConfig
 from maxtext.layers.inputs import SharedPrefix
 from maxtext.layers.parameters import Template
+from maxtext.models.transformer import Transformer
 from maxtext.sharding.explicit import auto_sharded
 from maxtext.trainers.losses.common import constant, entropies, logps, masked, masked_sum
 from maxtext.trainers.losses.grpo import grpo, sampler_weights
@@ -38,7 +40,7 @@ from maxtext.trainers.objective import PolicyObjective, Sums
 SAMPLER_LOGPS = "sampler_logps"  # [B, S, 1]
 OLD_LOGPS = "old_logps"  # [B, S, 1], of the trainer with the weights that sampled
 ADVANTAGES = "advantages"  # [B]
-IS_LEARNED = "is_learned"  # [B], 0 for rows that the loss leaves out
+IS_TRAINED_ON = "is_trained_on"  # [B], 0 for rows that the loss leaves out
 ROW_INDEX = "row_index"  # [B]
 # Metrics of each row, float32 [rows of the batch]: the largest difference over tokens of (policy
 # logp − sampler logp), and its position
@@ -89,16 +91,16 @@ class GRPOObjective(PolicyObjective):
         return self.config.decode_sampling_temperature
 
     @property
-    def token_fields(self) -> dict[str, tuple[int, Any]]:
+    def token_fields(self) -> dict[str, tuple[int, DTypeLike]]:
         names = (SAMPLER_LOGPS, OLD_LOGPS) if needs_old_logps(self.config) else (SAMPLER_LOGPS,)
         return dict.fromkeys(names, (1, jnp.float32))
 
     @property
     def row_fields(self) -> tuple[str, ...]:
-        return (ADVANTAGES, IS_LEARNED, ROW_INDEX)
+        return (ADVANTAGES, IS_TRAINED_ON, ROW_INDEX)
 
     def counts(self, batch: Batch) -> Sums:
-        mask = learned_tokens(batch)
+        mask = loss_mask(batch)
         num_tokens = jnp.maximum(jnp.sum(mask), 1.0)
         num_rows = jnp.maximum(jnp.sum(jnp.any(mask != 0, axis=1)), 1).astype(jnp.float32)
         num_sampled = jnp.maximum(jnp.sum(target_mask(batch)), 1.0)
@@ -120,7 +122,7 @@ class GRPOObjective(PolicyObjective):
         return (*names, "kl") if self.needs_reference else names
 
     def losses(
-        self, weights: Any, reference: Any, batch: Batch, key: jax.Array | None, step: jax.Array
+        self, weights: Tree, reference: Tree, batch: Batch, key: jax.Array | None, step: jax.Array
     ) -> Losses:
         config = self.config
         policy_logps, entropy, layer_aux = self.token_logps(self.template, weights, batch, key)
@@ -132,7 +134,7 @@ class GRPOObjective(PolicyObjective):
         old_logps = sampler_logps if uses_sampler_logps(config) else None
         if needs_old_logps(config):
             old_logps = batch[OLD_LOGPS][..., 0]
-        mask = learned_tokens(batch)
+        mask = loss_mask(batch)
         value, metrics = grpo(
             policy_logps,
             old_logps,
@@ -193,7 +195,7 @@ class GRPOObjective(PolicyObjective):
         )
 
     def token_logps(
-        self, template: Template, weights: Any, batch: Batch, key: jax.Array | None
+        self, template: Template, weights: Tree, batch: Batch, key: jax.Array | None
     ) -> tuple[jax.Array, jax.Array, dict]:
         """[B, S]: the log-probability of each target; the entropy of each distribution; and the
         auxiliary outputs of the layers."""
@@ -215,11 +217,11 @@ class GRPOObjective(PolicyObjective):
         token_logps, entropy = (jnp.pad(each, padding) for each in outputs)
         return token_logps, entropy, layer_aux
 
-    def score(self, weights: Any, batch: Batch) -> jax.Array:
+    def score(self, weights: Tree, batch: Batch) -> jax.Array:
         """[B, S]: log-probabilities of the targets."""
         return self.token_logps(self.template, weights, batch, None)[0]
 
-    def eval_sums(self, weights: Any, reference: Any, batch: Batch) -> Sums:
+    def eval_sums(self, weights: Tree, reference: Tree, batch: Batch) -> Sums:
         raise ConfigError("eval_interval: reinforcement learning has no evaluation loss")
 
     def eval_metrics(self, sums: dict[str, float]) -> dict[str, float]:
@@ -232,9 +234,9 @@ class GRPOObjective(PolicyObjective):
         return jnp.sum(batch["inputs_segmentation"] != 0).astype(jnp.float32)
 
 
-def learned_tokens(batch: Batch) -> jax.Array:
+def loss_mask(batch: Batch) -> jax.Array:
     """[B, S]: 1 for a sampled token of a row that is trained on."""
-    return target_mask(batch) * batch[IS_LEARNED][:, None]
+    return target_mask(batch) * batch[IS_TRAINED_ON][:, None]
 
 
 def agreement(
@@ -260,7 +262,7 @@ def agreement(
 
 
 def head_logps(
-    config: MaxTextConfig, model: Any, x: jax.Array, targets: jax.Array, temperature: float
+    config: MaxTextConfig, model: Transformer, x: jax.Array, targets: jax.Array, temperature: float
 ) -> tuple[jax.Array, jax.Array]:
     """[B, S] each: log-probabilities of the targets, and entropies, which have no gradient. Logits
     exist for S / num_vocab_tiling tokens of each row at a time."""

@@ -1,6 +1,6 @@
 """Reinforcement learning as a method: prompts, rollouts, and the loss of GRPO and GSPO."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from maxtext.configs.types import MaxTextConfig
 from maxtext.input_pipeline.row_formats import PROMPTS
@@ -38,7 +38,9 @@ class PromptBatches:
         sizes = [size * samples for size in range(1, prompts + 1) if prompts % size == 0]
         return max((rows for rows in sizes if rows <= limit), default=0)
 
-    def with_microbatch(self, config: MaxTextConfig, rows: int, num_devices: int) -> dict[str, Any]:
+    def with_microbatch(
+        self, config: MaxTextConfig, rows: int, num_devices: int
+    ) -> dict[str, float]:
         return {
             self.microbatch_key: self.microbatch_value(config, rows, num_devices),
             "gradient_accumulation_steps": config.batch_size * config.num_generations // rows,

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -54,18 +53,18 @@ class Responses:
     """`columns`: what sampling adds to those of the problems, for reward functions."""
 
     texts: list[str]
-    columns: dict[str, list[Any]] = field(default_factory=dict)
+    columns: dict[str, list[object]] = field(default_factory=dict)
 
 
 # The responses to requests, in order; with the problem of each request
-Sampler = Callable[[Sequence[Prompt], Sequence[GenerationRequest]], Responses]
+SampleResponses = Callable[[Sequence[Prompt], Sequence[GenerationRequest]], Responses]
 
 
 @dataclass(frozen=True)
 class ProblemResult:
     """`right`: the number of correct responses; `accuracy` combines them by eval_mode."""
 
-    question: Any
+    question: object
     answers: tuple[str, ...]
     responses: tuple[str, ...]
     right: int
@@ -103,7 +102,7 @@ class ResponseEvaluation:
 def evaluate_responses(
     config: MaxTextConfig,
     prompts: Sequence[Prompt],
-    sample: Sampler,
+    sample: SampleResponses,
     rewards: Sequence[RewardFunction],
     stop_token_ids: tuple[int, ...] = (),
 ) -> ResponseEvaluation:
@@ -144,7 +143,7 @@ def evaluate_responses(
 def sample_responses(
     config: MaxTextConfig,
     prompts: Sequence[Prompt],
-    sample: Sampler,
+    sample: SampleResponses,
     stop_token_ids: tuple[int, ...],
 ) -> Responses:
     """num_eval_passes responses to each prompt, in order."""
@@ -293,7 +292,7 @@ class EvaluateResponses(Hook):
         """The record has the number of the step before, as that of an evaluation loss; the first
         has 0."""
         loop.wait()
-        engine, sampler = self.step.engine, self.step.sampler
+        sampler = self.step.group_sampler
         count = problems_per_batch(self.config, len(self.problems)) * self.config.num_eval_passes
 
         def sample(problems: Sequence[Prompt], requests: Sequence[GenerationRequest]) -> Responses:
@@ -301,8 +300,7 @@ class EvaluateResponses(Hook):
             texts = [rollout.text(sampler.tokenizer) for rollout in rollouts]
             return Responses(texts, conversation_columns(rollouts))
 
-        engine.sync(self.step.context.model_weights(loop.state), count)
-        try:
+        with self.step.sampler.synced(self.step.context.model_weights(loop.state), count):
             evaluation = evaluate_responses(
                 self.config,
                 self.problems,
@@ -310,8 +308,6 @@ class EvaluateResponses(Hook):
                 sampler.rewards,
                 stop_token_ids=sampler.stop_token_ids,
             )
-        finally:
-            engine.release()
         metrics = evaluation.metrics
         LOGGER.info(
             "after %d steps: %s",

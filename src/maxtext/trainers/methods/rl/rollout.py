@@ -3,7 +3,8 @@
 The engine runs the model of training on the arrays of the training state, in the same process and
 on the same mesh, so that nothing is copied; or on copies on other devices. `sync` gives it the
 weights of the current step with empty caches; `release` frees its caches, before an update needs
-the memory and deletes the weights. Programs are compiled once.
+the memory and deletes the weights. Programs are compiled once. Reinforcement learning and on-policy
+distillation sample with it.
 
 A token depends on its own sequence, its seed and the weights. `sample_seed` derives the seed of a
 completion from the step, its prompt and its number, so that the composition of a batch and the
@@ -11,16 +12,16 @@ number of slots do not change a text.
 """
 
 import contextlib
-import itertools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from maxtext.checkpoint.open import Checkpoint, open_checkpoint
 from maxtext.common.errors import ConfigError, UserError
+from maxtext.common.types import Tree
 from maxtext.configs.types import MaxTextConfig
 from maxtext.inference.engine.cache_config import fit_slots, make_cache_config
 from maxtext.inference.engine.engine import InferenceEngine
@@ -29,7 +30,7 @@ from maxtext.inference.llm import MAX_SLOTS
 from maxtext.inference.loading import find_eos_ids
 from maxtext.inference.requests import GenerationRequest
 from maxtext.inference.sampling.sampler import derive_seed
-from maxtext.inference.text.session import OutputProcessor
+from maxtext.inference.text.session import EngineSession, PreparedRequest
 from maxtext.input_pipeline import Batch
 from maxtext.input_pipeline.packing import masked_sequence, pad_row
 from maxtext.layers.context import INFERENCE
@@ -53,36 +54,45 @@ class Rollout:
     `log_probs` are those of the completion's tokens at the sampling temperature, over the whole
     vocabulary, if the request asked for them. `finish_reason` is "end", "stop" (a stop string),
     "length", or "turns" (a conversation with as many turns as are allowed).
+
+    The fields from `step` on are empty until reward functions have scored the rollout.
     """
 
     prompt_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
     log_probs: tuple[float, ...]
     finish_reason: str
-    learned: tuple[bool, ...] | None = None  # which of `token_ids` are sampled; None: all
+    trained_on: tuple[bool, ...] | None = None  # which of `token_ids` are sampled; None: all
+    step: int = 0
+    prompt: object = ""  # of the row of data: a text, or messages
+    completion: str = ""
+    rewards: Mapping[str, float] = field(default_factory=dict)  # by function; nan: not scored
+    reward: float = 0.0  # their weighted sum; nan: not scored
+    advantage: float = 0.0
+    old_logps: tuple[float, ...] = ()  # as `log_probs`, of the trainer with the same weights
 
     @property
     def sampled_ids(self) -> tuple[int, ...]:
         """The tokens that `log_probs` belong to."""
-        if self.learned is None:
+        if self.trained_on is None:
             return self.token_ids
-        pairs = zip(self.token_ids, self.learned, strict=True)
-        return tuple(token for token, is_learned in pairs if is_learned)
+        pairs = zip(self.token_ids, self.trained_on, strict=True)
+        return tuple(token for token, is_trained_on in pairs if is_trained_on)
 
     def text(self, tokenizer: Tokenizer) -> str:
         """The text that the model wrote."""
         return tokenizer.decode(self.token_ids)
 
     def row(self, length: int) -> Batch:
-        """The fields of a row of a batch, [length], in which sampled tokens are learned."""
+        """The fields of a row of a batch, [length], in which sampled tokens are trained on."""
         ids = np.array(self.prompt_ids + self.token_ids, np.int32)
         mask = np.arange(len(ids)) >= len(self.prompt_ids)
-        if self.learned is not None:
-            mask[len(self.prompt_ids) :] = self.learned
+        if self.trained_on is not None:
+            mask[len(self.prompt_ids) :] = self.trained_on
         return pad_row(masked_sequence(ids, mask), length)
 
 
-class RolloutEngine:
+class Sampler:
     """Samples from the model of `template` sequences of up to max_target_length tokens, within the
     limits max_num_seqs, max_num_batched_tokens, kv_cache_buffer and hbm_utilization_vllm."""
 
@@ -113,11 +123,16 @@ class RolloutEngine:
         self.tokenizer = load_tokenizer(config) if config.stop_strings else None
         self.paged: dict[int, Programs] = {}  # by the number of blocks
         self.engine: InferenceEngine | None = None
+        self.session: EngineSession | None = None  # of the lease
+        self.requests: dict[int, GenerationRequest] = {}  # of the session, by index
 
-    def sync(self, weights: Any, num_requests: int) -> None:
+    def sync(self, weights: Tree, num_requests: int, must_copy: bool = False) -> None:
         """Sample from these weights from here on, `num_requests` at a time if they fit in memory.
-        Raises UserError if the engine does not have these weights afterwards."""
+        `must_copy`: the weights are used while an update deletes the trainer's. Raises UserError if
+        the engine does not have these weights afterwards."""
         self.release()
+        if must_copy and self.weight_sync is None:
+            weights = jax.tree.map(jnp.copy, weights)
         config, trainer_weights = self.config, weights
         if self.weight_sync is not None:
             weights = self.weight_sync.copy(weights)
@@ -164,63 +179,60 @@ class RolloutEngine:
         """Free the caches, and drop the weights."""
         self.engine = None
 
+    @contextlib.contextmanager
+    def synced(self, weights: Tree, num_requests: int) -> Iterator[None]:
+        """`sync`, and `release` at the end."""
+        self.sync(weights, num_requests)
+        try:
+            yield
+        finally:
+            self.release()
+
     def generate(self, requests: Sequence[GenerationRequest]) -> list[Rollout]:
         """The rollout of each request of token ids, in order. Raises UserError if one cannot be
         served, or if logits are not finite."""
         rollouts: dict[int, Rollout] = {}
-        with self.session() as session:
+        with self.lease():
             for index, request in enumerate(requests):
-                session.add(index, request)
+                self.add(index, request)
             while len(rollouts) < len(requests):
-                rollouts |= session.step()
+                rollouts |= self.step()
         return [rollouts[index] for index in range(len(requests))]
 
     @contextlib.contextmanager
-    def session(self) -> Iterator["RolloutSession"]:
-        """Exclusive use of the engine, for requests that come and go."""
+    def lease(self) -> Iterator[None]:
+        """Exclusive use of the engine, for requests that come and go: `add` them at any time, and
+        call `step` while there are unfinished ones."""
         assert self.engine is not None, "sync comes first"
         with self.engine.lease():
-            yield RolloutSession(self.engine, self.tokenizer)
-
-
-class RolloutSession:
-    """`add` requests at any time, and call `step` while there are unfinished ones. `tokenizer`: for
-    stop strings."""
-
-    def __init__(self, engine: InferenceEngine, tokenizer: Tokenizer | None):
-        self.engine = engine
-        self.tokenizer = tokenizer
-        self.sequence_ids = itertools.count()
-        # The index of a request, the request and its output, by the id of its sequence
-        self.running: dict[int, tuple[int, GenerationRequest, OutputProcessor]] = {}
+            self.session, self.requests = EngineSession(self.engine, self.tokenizer), {}
+            try:
+                yield
+            finally:
+                self.session = None
 
     def add(self, index: int, request: GenerationRequest) -> None:
         """Queue a request of token ids. Raises UserError if it cannot be served."""
-        if (reason := self.engine.reject_reason(request)) is not None:
+        assert self.session is not None, "a lease comes first"
+        if (reason := self.session.engine.reject_reason(request)) is not None:
             raise reason
-        sequence_id = next(self.sequence_ids)
-        processor = OutputProcessor(index, 0, request, request, self.tokenizer)
-        self.running[sequence_id] = index, request, processor
-        self.engine.add_request(sequence_id, request)
+        self.requests[index] = request
+        # A request is for one completion of its group: `n` of its params is the size of the group.
+        self.session.add(index, PreparedRequest(request, request), seeds=[request.params.seed])
 
     def step(self) -> dict[int, Rollout]:
         """Run a step of the engine, and return the rollouts that it finishes, by the index of
         their request. Raises UserError if logits are not finite."""
+        assert self.session is not None, "a lease comes first"
         rollouts = {}
-        for output in self.engine.step():
-            if output.error is not None:
-                raise UserError(output.error)
-            if output.request_id not in self.running:
-                continue  # tokens that were in flight after a stop string
-            index, request, processor = self.running[output.request_id]
-            completion = processor.add(output).completion
+        for delta in self.session.step():
+            completion = delta.completion
             if completion is None:
                 continue
-            del self.running[output.request_id]
-            if output.finish_reason is None:
-                self.engine.abort(output.request_id)
-            rollouts[index] = Rollout(
-                tuple(map(int, request.prompt)),
+            if completion.error is not None:
+                raise UserError(completion.error)
+            rollouts[delta.index] = Rollout(
+                tuple(map(int, self.requests.pop(delta.index).prompt)),
                 completion.token_ids,
                 log_probs=tuple(each.logprob for each in completion.logprobs),
                 finish_reason=completion.finish_reason,

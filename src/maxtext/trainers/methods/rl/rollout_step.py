@@ -14,14 +14,14 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from maxtext.common.errors import UserError
 from maxtext.common.log import LOGGER
+from maxtext.common.types import Tree
 from maxtext.configs.derive import run_folder, visible_devices
 from maxtext.configs.mesh_sizes import size_key
 from maxtext.configs.types import MaxTextConfig
@@ -45,7 +45,7 @@ from maxtext.trainers.methods.rl.group_sampler import (
 )
 from maxtext.trainers.methods.rl.grpo import (
     ADVANTAGES,
-    IS_LEARNED,
+    IS_TRAINED_ON,
     OLD_LOGPS,
     ROW_DIFFERENCES,
     ROW_INDEX,
@@ -64,12 +64,11 @@ from maxtext.trainers.methods.rl.rewards.answers import RewardKeys, read_answer
 from maxtext.trainers.methods.rl.rewards.functions import build_rewards
 from maxtext.trainers.methods.rl.rollout import (
     Rollout,
-    RolloutEngine,
+    Sampler,
     rollout_metrics,
     stop_token_ids,
 )
-from maxtext.trainers.methods.rl.rollout_log import RolloutLog, ScoredRollout
-from maxtext.trainers.methods.rl.spans import Clock, SpanLog
+from maxtext.trainers.methods.rl.rollout_log import Clock, RolloutLog, SpanLog
 from maxtext.trainers.methods.rl.weight_sync import WeightSync
 from maxtext.trainers.shardings import with_shardings
 from maxtext.trainers.step import TrainState
@@ -100,13 +99,13 @@ class GroupRolloutStep:
         self.folder = run_folder(self.config)
         self.log = RolloutLog(self.folder, self.step)
         tokenizer, agent = load_tokenizer(self.config), setup.user_code.agent
-        self.engine = make_rollout_engine(context)
+        self.sampler = make_sampler(context)
         agentic = None
         if self.config.use_agentic_rollout:
             agentic = AgenticSampler(self.config, tokenizer, agent)
-        self.sampler = GroupSampler(
+        self.group_sampler = GroupSampler(
             self.config,
-            self.engine,
+            self.sampler,
             tokenizer=tokenizer,
             rewards=build_rewards(
                 self.config, setup.user_code.rewards, agent.rewards if agent else ()
@@ -120,7 +119,7 @@ class GroupRolloutStep:
         self.spans = None
         if self.config.enable_tunix_perf_metrics:
             self.spans = SpanLog(self.folder, self.step)
-        self.rollouts: list[ScoredRollout] = []
+        self.rollouts: list[Rollout] = []
         self.reward_watch = RewardWatch()
         self.batch: DeviceBatch | None = None
         self.metrics: dict[str, float] = {}
@@ -128,7 +127,7 @@ class GroupRolloutStep:
 
     def __call__(
         self, state: TrainState, prompts: Batch, key: jax.Array
-    ) -> tuple[TrainState, dict[str, Any]]:
+    ) -> tuple[TrainState, dict[str, jax.Array | float]]:
         clock = Clock()
         first = self.step - self.step % self.config.num_iterations
         is_first_update = self.batch is None or first == self.step
@@ -137,7 +136,7 @@ class GroupRolloutStep:
         if is_first_update:
             if first < self.step:
                 self.rollouts = self.recorded_rollouts(first)
-                self.metrics = rollout_metrics(list(map(to_rollout, self.rollouts)))
+                self.metrics = rollout_metrics(self.rollouts)
                 self.metrics |= reward_metrics(self.rollouts, self.config.num_generations)
             else:
                 sampled = self.take(state, read_prompts(prompts), clock)
@@ -148,7 +147,8 @@ class GroupRolloutStep:
         assert self.batch is not None
         later = self.later_prompts() if is_first_update else []
         if later:
-            self.sync(self.context.model_weights(state), must_copy=True)
+            weights = self.context.model_weights(state)
+            self.sampler.sync(weights, self.group_sampler.num_requests, must_copy=True)
         clock.stop("prepare")
         version = self.step
         state, metrics = self.train_step(state, self.batch, key)
@@ -169,7 +169,7 @@ class GroupRolloutStep:
         self.step += 1
         return state, metrics | self.metrics | clock.metrics()
 
-    def recorded_rollouts(self, step: int) -> list[ScoredRollout]:
+    def recorded_rollouts(self, step: int) -> list[Rollout]:
         """The rollouts of a step whose updates an earlier process began. Raises UserError if the
         run's folder does not have them."""
         rollouts = self.log.read(step)
@@ -188,11 +188,12 @@ class GroupRolloutStep:
         """Fill the queue. An error is raised by the next step, which has the updated weights."""
         try:
             for step, batch in prompts:
-                self.queue.append(self.sampler.sample(read_prompts(batch), step, version, clock))
+                sampled = self.group_sampler.sample(read_prompts(batch), step, version, clock)
+                self.queue.append(sampled)
         except UserError as error:
             self.error = error
         finally:
-            self.engine.release()
+            self.sampler.release()
 
     def take(self, state: TrainState, prompts: list[Prompt], clock: Clock) -> SampledBatch:
         """The batch of this step: of the queue, or sampled now. One that is older than
@@ -206,20 +207,13 @@ class GroupRolloutStep:
                 assert sampled.step == self.step, "the queue has the batches in their order"
                 return sampled
             LOGGER.info("a batch of step %d is too old: it is sampled again", sampled.step)
-        self.sync(self.context.model_weights(state))
-        clock.stop("sync")
-        try:
-            return self.sampler.sample(prompts, self.step, self.step, clock)
-        except UserError as error:
-            raise training_failure(error) from error
-        finally:
-            self.engine.release()
-
-    def sync(self, weights: Any, must_copy: bool = False) -> None:
-        """`must_copy`: the sampler uses the weights while an update deletes them."""
-        if must_copy and self.engine.weight_sync is None:
-            weights = jax.tree.map(jnp.copy, weights)
-        self.engine.sync(weights, self.sampler.num_requests)
+        weights = self.context.model_weights(state)
+        with self.sampler.synced(weights, self.group_sampler.num_requests):
+            clock.stop("sync")
+            try:
+                return self.group_sampler.sample(prompts, self.step, self.step, clock)
+            except UserError as error:
+                raise training_failure(error) from error
 
     def later_prompts(self) -> list[tuple[int, Batch]]:
         """The prompts to sample while this step trains, with the steps that they are for: those
@@ -241,14 +235,12 @@ class GroupRolloutStep:
         if self.config.off_policy_steps:
             self.metrics = {**sampled.metrics, "policy/age_max": self.step - sampled.version}
 
-    def with_old_logps(
-        self, state: TrainState, rollouts: list[ScoredRollout]
-    ) -> list[ScoredRollout]:
+    def with_old_logps(self, state: TrainState, rollouts: list[Rollout]) -> list[Rollout]:
         """The rollouts with log-probabilities under the trainer's model, if the loss needs
         them."""
         if self.score is None:
             return rollouts
-        batch = rollout_fields(list(map(to_rollout, rollouts)), self.config.max_target_length)
+        batch = rollout_fields(rollouts, self.config.max_target_length)
         values = np.asarray(self.score(state.weights, self.data_loader.to_device(batch).fields))
         is_sampled = batch["targets_segmentation"] != 0
         return [
@@ -256,25 +248,25 @@ class GroupRolloutStep:
             for rollout, row, mask in zip(rollouts, values, is_sampled, strict=True)
         ]
 
-    def prepare(self, scored: list[ScoredRollout]) -> DeviceBatch:
+    def prepare(self, scored: list[Rollout]) -> DeviceBatch:
         """The batch of an update. With degenerate_group_masking, groups without an advantage are
-        not learned: they add neither to the KL nor to the number of rows; nor are, with
+        not trained on: they add neither to the KL nor to the number of rows; nor are, with
         mask_truncated, completions that the limit of their length ended."""
         config, length = self.config, self.config.max_target_length
-        fields = rollout_fields(list(map(to_rollout, scored)), length)
+        fields = rollout_fields(scored, length)
         is_sampled = fields["targets_segmentation"] != 0
         fields[SAMPLER_LOGPS] = token_field([each.log_probs for each in scored], is_sampled)
         if self.score is not None:
             fields[OLD_LOGPS] = token_field([each.old_logps for each in scored], is_sampled)
         values = np.array([each.advantage for each in scored], np.float32)
-        is_learned = np.ones(len(scored), np.float32)
+        is_trained_on = np.ones(len(scored), np.float32)
         if config.degenerate_group_masking:
             is_degenerate = np.asarray(compiled_degenerate_groups(values, config.num_generations))
-            is_learned[np.repeat(is_degenerate, config.num_generations)] = 0
+            is_trained_on[np.repeat(is_degenerate, config.num_generations)] = 0
         if config.mask_truncated:
-            is_learned[[each.finish_reason in TRUNCATED for each in scored]] = 0
+            is_trained_on[[each.finish_reason in TRUNCATED for each in scored]] = 0
         rows = np.arange(len(scored), dtype=np.float32)
-        fields |= {ADVANTAGES: values, IS_LEARNED: is_learned, ROW_INDEX: rows}
+        fields |= {ADVANTAGES: values, IS_TRAINED_ON: is_trained_on, ROW_INDEX: rows}
         fields = group_microbatches(fields, config.gradient_accumulation_steps)
         prompts = [each.prompt_ids for each in scored]
         prefix = shared_prefix(self.context, common_lengths(prompts, config.num_generations))
@@ -287,7 +279,7 @@ def training_failure(error: UserError) -> TrainingFailed:
     return failure
 
 
-def compile_score(context: "RunContext") -> Callable[[Any, Any], jax.Array]:
+def compile_score(context: "RunContext") -> Callable[[Tree, dict[str, jax.Array]], jax.Array]:
     """`GRPOObjective.score` of a batch of rollouts."""
     objective, shardings = context.objective, context.shardings
     assert isinstance(objective, GRPOObjective)
@@ -297,16 +289,6 @@ def compile_score(context: "RunContext") -> Callable[[Any, Any], jax.Array]:
     weights = with_shardings(context.abstract_weights, shardings.weights)
     jitted = jax.jit(objective.score, out_shardings=shardings.replicated)
     return lower(context, jitted, weights, fields).compile(default_options(context))
-
-
-def to_rollout(scored: ScoredRollout) -> Rollout:
-    return Rollout(
-        scored.prompt_ids,
-        scored.token_ids,
-        log_probs=scored.log_probs,
-        finish_reason=scored.finish_reason,
-        learned=scored.learned,
-    )
 
 
 def rollout_fields(rollouts: Sequence[Rollout], length: int) -> Batch:
@@ -325,7 +307,7 @@ def token_field(values: Sequence[Sequence[float]], is_sampled: np.ndarray) -> np
 
 def check_agreement(
     config: MaxTextConfig,
-    rollouts: Sequence[ScoredRollout],
+    rollouts: Sequence[Rollout],
     differences: np.ndarray,
     positions: np.ndarray,
 ) -> None:
@@ -340,8 +322,8 @@ def check_agreement(
         return
     rollout = rollouts[row]
     at = int(positions[row]) - len(rollout.prompt_ids) + 1
-    learned = rollout.learned
-    sampler_logp = rollout.log_probs[at if learned is None else sum(learned[:at])]
+    trained_on = rollout.trained_on
+    sampler_logp = rollout.log_probs[at if trained_on is None else sum(trained_on[:at])]
     raise UserError(
         f"the sampler and the trainer disagree: token {rollout.token_ids[at]}, number {at} of "
         f"completion {row}, has the log-probability {sampler_logp:.6g} in the sampler and "
@@ -350,7 +332,7 @@ def check_agreement(
     )
 
 
-def log_rollout(rollout: ScoredRollout, keys: RewardKeys) -> None:
+def log_rollout(rollout: Rollout, keys: RewardKeys) -> None:
     """rl=true: one rollout of each step in full, with the answer that rewards read in it."""
     LOGGER.info(
         "step %d\nprompt: %s\ncompletion: %s\nanswer: %s\nrewards: %s\nadvantage: %.4g",
@@ -369,7 +351,7 @@ if TYPE_CHECKING:
 ROLLOUT_KEYS = tuple(f"rollout_{axis}_parallelism" for axis in ("data", "tensor", "expert"))
 
 
-def make_rollout_engine(context: "RunContext") -> RolloutEngine:
+def make_sampler(context: "RunContext") -> Sampler:
     """On the arrays of the trainer if both have the same devices and no rollout_*_parallelism is
     set; otherwise on copies. Raises ConfigError if the keys do not fit the devices."""
     config, template = context.config, context.objective.model_template
@@ -379,7 +361,7 @@ def make_rollout_engine(context: "RunContext") -> RolloutEngine:
     if split.is_shared and not sets_layout:
         if visible.count > 1:
             LOGGER.info("%d devices train and sample in turn", visible.count)
-        return RolloutEngine(config, template, context.rules)
+        return Sampler(config, template, context.rules)
     rollout_config = sampler_config(config, split)
     devices = [jax.devices()[index] for index in split.sampler]
     rules = AxisRules.from_config(rollout_config, make_mesh(rollout_config, devices))
@@ -394,7 +376,7 @@ def make_rollout_engine(context: "RunContext") -> RolloutEngine:
     sync = WeightSync(
         rules.shardings(axes, weights), context.trained, chunk_size=config.reshard_chunk_size
     )
-    return RolloutEngine(rollout_config, template, rules, sync)
+    return Sampler(rollout_config, template, rules, sync)
 
 
 def sampler_config(config: MaxTextConfig, split: DeviceSplit) -> MaxTextConfig:

@@ -5,21 +5,21 @@ once. reshard_chunk_size tensors are copied at a time, so that only their copies
 """
 
 from collections.abc import Collection, Set
-from typing import Any
 
 import jax
 
 from maxtext.common.errors import UserError
 from maxtext.common.trees import checksum
+from maxtext.common.types import Tree
 
-Path = tuple[Any, ...]
+Path = jax.tree_util.KeyPath
 
 
 class WeightSync:
     """`shardings`: of the sampler; `trained`: bools in the tree of the weights. `chunk_size`:
     tensors at a time, all if None."""
 
-    def __init__(self, shardings: Any, trained: Any, chunk_size: int | None = None):
+    def __init__(self, shardings: Tree, trained: Tree, chunk_size: int | None = None):
         self.shardings = dict(jax.tree.leaves_with_path(shardings))
         self.trained = jax.tree.leaves_with_path(trained)
         self.chunk_size = chunk_size
@@ -29,7 +29,7 @@ class WeightSync:
         """A leaf of `trained` may stand for a subtree, such as a quantized weight."""
         return any(not flag and path[: len(prefix)] == prefix for prefix, flag in self.trained)
 
-    def copy(self, weights: Any) -> Any:
+    def copy(self, weights: Tree) -> Tree:
         """The weights on the sampler's devices. Raises UserError if they are not those of the
         sampler's model."""
         leaves, structure = jax.tree.flatten_with_path(weights)
@@ -53,7 +53,7 @@ class WeightSync:
         return jax.tree.unflatten(structure, [copies[path] for path, _ in leaves])
 
 
-def check_synced(trainer_weights: Any, sampler_weights: Any) -> None:
+def check_synced(trainer_weights: Tree, sampler_weights: Tree) -> None:
     """Raise UserError if the sampler has other tensors than the trainer, or other values in one:
     silent failures of weight synchronization teach from the samples of another policy."""
     expected, actual = (

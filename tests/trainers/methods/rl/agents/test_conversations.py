@@ -54,15 +54,15 @@ def test_tokens_are_sampled_or_those_of_the_template(tokenizer):
     every_id = (*rollout.prompt_ids, *rollout.token_ids)
     inner = tokenizer.inner
     assert inner.decode(every_id, skip_special_tokens=False) + "\n" == text
-    pairs = list(zip(rollout.token_ids, rollout.learned, strict=True))
-    learned = [token for token, mask in pairs if mask]
-    assert learned == [*spell(tokenizer, ADD), 4, *spell(tokenizer, "It is 5."), 4]
+    pairs = list(zip(rollout.token_ids, rollout.trained_on, strict=True))
+    trained_on = [token for token, mask in pairs if mask]
+    assert trained_on == [*spell(tokenizer, ADD), 4, *spell(tokenizer, "It is 5."), 4]
     context = [token for token, mask in pairs if not mask]
     reply = "\n<|im_start|>user\n<tool_response>\n5\n</tool_response><|im_end|>\n"
     assert context == tokenizer.encode_with_specials(reply + "<|im_start|>assistant\n")
-    assert rollout.sampled_ids == tuple(learned)
+    assert rollout.sampled_ids == tuple(trained_on)
     first = len(spell(tokenizer, ADD)) + 1
-    assert len(rollout.log_probs) == len(learned)
+    assert len(rollout.log_probs) == len(trained_on)
     assert rollout.log_probs[0] == rollout.log_probs[first] == -0.25
     assert rollout.turns == (ADD, "It is 5.")
     assert [message["role"] for message in rollout.messages] == [
@@ -71,20 +71,20 @@ def test_tokens_are_sampled_or_those_of_the_template(tokenizer):
     assert rollout.finish_reason == "end"
     # The second turn continues the very tokens of the first, with its seed.
     (_, one), (_, two) = sampler.requests
-    assert two.prompt[: len(one.prompt) + first] == (*one.prompt, *learned[:first])
+    assert two.prompt[: len(one.prompt) + first] == (*one.prompt, *trained_on[:first])
     assert one.params.seed == two.params.seed
     for request in (one, two):
         assert len(request.prompt) + request.params.max_new_tokens == 2000
 
 
-def test_rows_learn_the_turns_of_the_model_alone(tokenizer):
+def test_rows_train_on_the_turns_of_the_model_alone(tokenizer):
     tools = Tools([add])
     sampler = ScriptedSampler(tokenizer, {0: [ADD, "5"]})
     run = runner(tokenizer, tools.schemas)
     (rollout,) = run.run(sampler, [conversation(0, ToolEnvironment(tools, HERMES))])
     row = rollout.row(2000)
-    learned = row["targets"][row["targets_segmentation"] != 0]
-    assert learned.tolist() == list(rollout.sampled_ids)
+    trained_on = row["targets"][row["targets_segmentation"] != 0]
+    assert trained_on.tolist() == list(rollout.sampled_ids)
     assert (row["inputs_segmentation"] != 0).sum() == (
         len(rollout.prompt_ids) + len(rollout.token_ids) - 1
     )
@@ -104,7 +104,7 @@ def test_conversations_end_by_turns_and_length(tokenizer):
     sampler = ScriptedSampler(tokenizer, {3: [ADD]})
     (cut,) = run.run(sampler, [conversation(3, ToolEnvironment(tools, HERMES))])
     assert cut.finish_reason == "length"
-    assert all(cut.learned)
+    assert all(cut.trained_on)
 
 
 def test_turn_that_a_stop_text_ended_gets_its_end_token_from_the_template(tokenizer):
@@ -117,9 +117,9 @@ def test_turn_that_a_stop_text_ended_gets_its_end_token_from_the_template(tokeni
 
     sampler = ScriptedSampler(tokenizer, {0: ["a STOP", "b"]})
     (rollout,) = runner(tokenizer).run(sampler, [conversation(0, Twice())])
-    end = rollout.learned.index(False)
+    end = rollout.trained_on.index(False)
     assert rollout.token_ids[end] == 4
-    assert rollout.reward == 1.0
+    assert rollout.environment_reward == 1.0
 
 
 def test_open_conversations_are_limited(tokenizer):
@@ -129,7 +129,7 @@ def test_open_conversations_are_limited(tokenizer):
     rollouts = runner(tokenizer, max_concurrency=3).run(sampler, conversations)
     assert sampler.max_open == 3
     assert [rollout.turns for rollout in rollouts] == [("x",)] * 7
-    assert all(rollout.reward is None for rollout in rollouts)
+    assert all(rollout.environment_reward is None for rollout in rollouts)
 
 
 def test_system_prompt_begins_conversations_without_one(tokenizer):

@@ -1,4 +1,4 @@
-"""Whole runs with tools and environments: what is sampled is learned, with the right ratio."""
+"""Whole runs with tools and environments: what is sampled is trained on, with the right ratio."""
 
 import json
 
@@ -89,8 +89,8 @@ def test_environment_run(base, tmp_path, light_compiler):
         assert rollout["rewards"]["environment"] == pytest.approx(points)
         total = sum(rollout["rewards"].values())
         assert rollout["reward"] == pytest.approx(total, rel=1e-5)
-        assert len(rollout["log_probs"]) == sum(rollout["learned"])
-    lengths = [sum(rollout["learned"]) for rollout in rollouts]
+        assert len(rollout["log_probs"]) == sum(rollout["trained_on"])
+    lengths = [sum(rollout["trained_on"]) for rollout in rollouts]
     assert metrics["completions/mean_length"] == pytest.approx(np.mean(lengths))
 
 
@@ -103,8 +103,8 @@ def test_agentic_rollouts_without_tools_are_the_plain_ones(base, tmp_path, light
     ]  # fmt: skip
     plain, agentic = map(rollouts_of, runs)
     for one, two in zip(plain, agentic, strict=True):
-        assert two.pop("learned") == [True] * len(two["token_ids"])
-        assert one.pop("learned") is None
+        assert two.pop("trained_on") == [True] * len(two["token_ids"])
+        assert one.pop("trained_on") is None
         assert one == two
     assert [row["loss"] for row in runs[0].metrics] == [row["loss"] for row in runs[1].metrics]
 
@@ -149,12 +149,16 @@ def test_tools_need_a_template_with_calls(base, tmp_path, light_compiler):
 
 
 def test_schema_of_a_log_line(base):
-    """A line of a run of an earlier version has no `learned`."""
-    from maxtext.trainers.methods.rl.rollout_log import ScoredRollout
+    """A line of a run of an earlier version has `learned`, or neither."""
+    from maxtext.trainers.methods.rl.rollout_log import rollout_from_json, rollout_to_json
 
     line = {
         "step": 0, "prompt": "a", "completion": "b", "finish_reason": "end", "rewards": {},
         "reward": 1.0, "advantage": 0.0, "prompt_ids": [1], "token_ids": [2], "log_probs": [-1.0],
         "old_logps": [],
     }  # fmt: skip
-    assert ScoredRollout.from_json(json.dumps(line)).learned is None
+    assert rollout_from_json(json.dumps(line)).trained_on is None
+    for value, expected in ((None, None), ([True, False], (True, False))):
+        rollout = rollout_from_json(json.dumps(line | {"learned": value}))
+        assert rollout.trained_on == expected
+        assert rollout_from_json(rollout_to_json(rollout)) == rollout

@@ -1,8 +1,7 @@
 """Agentic rollouts of a run: the environment of its conversations, and how they are sampled."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -21,6 +20,7 @@ from maxtext.trainers.methods.rl.agents.conversations import (
 from maxtext.trainers.methods.rl.agents.environment import (
     Environment,
     EnvironmentFactory,
+    Row,
     SingleTurn,
 )
 from maxtext.trainers.methods.rl.agents.tools import CallFormat, ToolEnvironment, Tools
@@ -41,7 +41,7 @@ class Agent:
 
     @classmethod
     def from_python(
-        cls, tools: Sequence[Callable[..., Any]], environment: EnvironmentFactory | None
+        cls, tools: Sequence[Callable[..., object]], environment: EnvironmentFactory | None
     ) -> "Agent | None":
         """Returns None if neither is given. Raises ConfigError if tools are not functions, if the
         environment cannot be called, or if both are given.
@@ -64,7 +64,7 @@ class Agent:
         if self.environment is None:
             return []
 
-        def environment(prompts: Any, completions: Any, **columns: Any) -> Any:
+        def environment(prompts: object, completions: object, **columns: object) -> object:
             return columns[REWARD_COLUMN]
 
         return [RewardFunction("environment", environment)]
@@ -107,14 +107,14 @@ class AgenticSampler:
     def run(
         self,
         sampler: TurnSampler,
-        rows: Sequence[Mapping[str, Any]],
+        rows: Sequence[Row],
         requests: Sequence[GenerationRequest],
     ) -> list[ConversationRollout]:
         """The conversation of each row. `requests`: those of a first turn without environment."""
         return self.runner.run(sampler, self.conversations(rows, requests))
 
     def prompt_ids(
-        self, rows: Sequence[Mapping[str, Any]], requests: Sequence[GenerationRequest]
+        self, rows: Sequence[Row], requests: Sequence[GenerationRequest]
     ) -> list[tuple[int, ...]]:
         """The tokens that the conversation of each row begins with."""
         conversations = self.conversations(rows, requests)
@@ -122,7 +122,7 @@ class AgenticSampler:
         return [conversation.prompt_ids for conversation in conversations]
 
     def conversations(
-        self, rows: Sequence[Mapping[str, Any]], requests: Sequence[GenerationRequest]
+        self, rows: Sequence[Row], requests: Sequence[GenerationRequest]
     ) -> list[Conversation]:
         return [
             Conversation(
@@ -152,7 +152,7 @@ def create_environment(factory: EnvironmentFactory) -> Environment:
         raise run_failure(f"the environment {name} cannot be created", error) from error
 
 
-def conversation_columns(rollouts: Sequence[Rollout]) -> dict[str, list[Any]]:
+def conversation_columns(rollouts: Sequence[Rollout]) -> dict[str, list[object]]:
     """Columns for reward functions: the messages of conversations, and the rewards of their
     environments."""
     conversations = [each for each in rollouts if isinstance(each, ConversationRollout)]
@@ -160,7 +160,7 @@ def conversation_columns(rollouts: Sequence[Rollout]) -> dict[str, list[Any]]:
         return {}
     return {
         MESSAGES_COLUMN: [list(each.messages) for each in conversations],
-        REWARD_COLUMN: [each.reward for each in conversations],
+        REWARD_COLUMN: [each.environment_reward for each in conversations],
     }
 
 

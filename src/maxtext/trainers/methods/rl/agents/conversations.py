@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol, TypeVar
 
 from maxtext.common.errors import UserError
 from maxtext.inference.requests import GenerationRequest
@@ -22,6 +22,7 @@ from maxtext.trainers.methods.rl.agents.environment import (
     Environment,
     InvalidResult,
     Message,
+    Row,
     Step,
     check_start,
     check_step,
@@ -30,11 +31,12 @@ from maxtext.trainers.methods.rl.agents.tools import ToolEnvironment, run_in_thr
 from maxtext.trainers.methods.rl.agents.turn_tokens import TurnTokens
 from maxtext.trainers.methods.rl.rollout import Rollout
 
+Result = TypeVar("Result")
 TOO_MANY_TURNS = "turns"  # the finish reason of a conversation that max_turns ended
 
 
 class TurnSampler(Protocol):
-    """Samples turns; see `RolloutSession`."""
+    """Samples turns; see `rollout.Sampler`."""
 
     def add(self, index: int, request: GenerationRequest) -> None: ...
 
@@ -43,13 +45,13 @@ class TurnSampler(Protocol):
 
 @dataclass(frozen=True)
 class ConversationRollout(Rollout):
-    """`token_ids` are all tokens after the prompt, `learned` those of the model among them, which
-    `log_probs` belong to. `turns` are the texts of the model, `reward` the sum of the
-    environment's."""
+    """`token_ids` are all tokens after the prompt, `trained_on` those of the model among them, to
+    which `log_probs` belong. `turns` are the texts of the model, `environment_reward` is the sum
+    over its steps."""
 
     turns: tuple[str, ...] = ()
     messages: tuple[Message, ...] = ()
-    reward: float | None = None
+    environment_reward: float | None = None
 
     def text(self, tokenizer: Tokenizer) -> str:
         return "\n".join(self.turns)
@@ -62,14 +64,14 @@ class Conversation:
     `variables`: those of its row for the chat template."""
 
     index: int
-    row: Mapping[str, Any]
+    row: Row
     environment: Environment
     request: GenerationRequest
     messages: list[Message] = field(default_factory=list)
     prompt_ids: tuple[int, ...] = ()
-    variables: Mapping[str, Any] = field(default_factory=dict)
+    variables: Mapping[str, object] = field(default_factory=dict)
     token_ids: list[int] = field(default_factory=list)
-    learned: list[bool] = field(default_factory=list)
+    trained_on: list[bool] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     turns: list[str] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
@@ -80,10 +82,10 @@ class Conversation:
             tuple(self.token_ids),
             log_probs=tuple(self.log_probs),
             finish_reason=finish_reason,
-            learned=tuple(self.learned),
+            trained_on=tuple(self.trained_on),
             turns=tuple(self.turns),
             messages=tuple(self.messages),
-            reward=sum(self.rewards) if self.rewards else None,
+            environment_reward=sum(self.rewards) if self.rewards else None,
         )
 
     def next_request(self, length: int) -> GenerationRequest | None:
@@ -98,13 +100,13 @@ class Conversation:
         self.turns.append(text)
         self.messages.append({"role": "assistant", "content": text})
         self.token_ids += turn.token_ids
-        self.learned += [True] * len(turn.token_ids)
+        self.trained_on += [True] * len(turn.token_ids)
         self.log_probs += turn.log_probs
 
     def add_reply(self, messages: Sequence[Message], ids: Sequence[int]) -> None:
         self.messages += messages
         self.token_ids += ids
-        self.learned += [False] * len(ids)
+        self.trained_on += [False] * len(ids)
 
 
 @dataclass
@@ -220,27 +222,30 @@ class ConversationRunner:
 
 
 def run_environments(
-    conversations: Sequence[Conversation], function: Callable[[Conversation], Any]
-) -> list[Any]:
+    conversations: Sequence[Conversation], function: Callable[[Conversation], Result]
+) -> list[Result]:
     """The results of a function of the environment of each conversation. Raises UserError for the
     first that fails."""
 
-    def guarded(conversation: Conversation) -> Any:
+    def guarded(conversation: Conversation) -> Result | BaseException:
         try:
             return function(conversation)
         except (Exception, SystemExit) as error:  # the user's code may raise anything
             return error
 
-    results = run_in_threads([partial(guarded, each) for each in conversations])
-    for conversation, result in zip(conversations, results, strict=True):
-        if isinstance(result, UserError):
-            raise result
+    results: list[Result] = []
+    outcomes = run_in_threads([partial(guarded, each) for each in conversations])
+    for conversation, outcome in zip(conversations, outcomes, strict=True):
+        if isinstance(outcome, UserError):
+            raise outcome
         failure = (
             f"the environment {type(conversation.environment).__name__} failed for row "
             f"{conversation.index}"
         )
-        if isinstance(result, InvalidResult):
-            raise UserError(f"{failure}: {result}")
-        if isinstance(result, BaseException):
-            raise run_failure(failure, result) from result
+        if isinstance(outcome, InvalidResult):
+            raise UserError(f"{failure}: {outcome}")
+        if isinstance(outcome, BaseException):
+            raise run_failure(failure, outcome) from outcome
+        assert outcome is not None, "there is no timeout"
+        results.append(outcome)
     return results

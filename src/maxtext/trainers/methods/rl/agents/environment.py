@@ -7,17 +7,19 @@ none) and whether the conversation is over. The reward of a conversation is the 
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
+from maxtext.common.types import Json
 from maxtext.input_pipeline.formats import UnusableRecord
 from maxtext.input_pipeline.row_forms import refuse_media
 
-Message = dict[str, Any]
+Message = Json
+Row = Json  # of the data: columns by name
 Step = tuple[Sequence[Message], float | None, bool]
 
 
 class Environment(Protocol):
-    def reset(self, row: Mapping[str, Any]) -> Sequence[Message]:
+    def reset(self, row: Row) -> Sequence[Message]:
         """The messages that begin the conversation of a row."""
 
     def step(self, text: str) -> Step:
@@ -32,7 +34,7 @@ class InvalidResult(Exception):
     """An environment returned a value of the wrong form."""
 
 
-def check_messages(messages: Any, method: str) -> list[Message]:
+def check_messages(messages: object, method: str) -> list[Message]:
     """The messages that a method of an environment returned. Raises InvalidResult."""
     if not isinstance(messages, list | tuple):
         raise InvalidResult(
@@ -50,14 +52,14 @@ def check_messages(messages: Any, method: str) -> list[Message]:
     return [dict(message) for message in messages]
 
 
-def check_start(messages: Any) -> list[Message]:
+def check_start(messages: object) -> list[Message]:
     """The messages that `reset` returned. Raises InvalidResult."""
     if not (checked := check_messages(messages, "reset")):
         raise InvalidResult("reset returned no message")
     return checked
 
 
-def check_step(result: Any) -> Step:
+def check_step(result: object) -> Step:
     """The result of `step`, checked. Raises InvalidResult."""
     if not isinstance(result, tuple | list) or len(result) != 3:
         raise InvalidResult("step returned something else than (messages, reward, done)")
@@ -74,7 +76,7 @@ def check_step(result: Any) -> Step:
 class SingleTurn:
     """The conversation of a row without an environment: it ends after the first turn."""
 
-    def reset(self, row: Mapping[str, Any]) -> Sequence[Message]:
+    def reset(self, row: Row) -> Sequence[Message]:
         return prompt_messages(row["prompt"])
 
     def step(self, text: str) -> Step:

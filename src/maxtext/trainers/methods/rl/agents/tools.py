@@ -20,20 +20,22 @@ import threading
 import time
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
-from typing import Any, Literal, Union
+from typing import Any, Literal, TypeVar, Union
 
 from maxtext.common.errors import ConfigError
+from maxtext.common.types import Json
 from maxtext.inference.text.parsers import tool_calls
 from maxtext.inference.text.parsers.reasoning import PARSER_TAGS as REASONING_TAGS
 from maxtext.inference.text.parsers.reasoning import Reasoning, find_reasoning_parser
 from maxtext.trainers.methods.rl.agents.environment import Message, SingleTurn, Step
 
-Schema = dict[str, Any]
-BASIC_TYPES: dict[Any, Schema] = {
+Schema = Json
+Result = TypeVar("Result")
+BASIC_TYPES: dict[object, Schema] = {
     int: {"type": "integer"},
     float: {"type": "number"},
     str: {"type": "string"},
@@ -50,7 +52,7 @@ ARGUMENT = re.compile(r"^(\w+):\s*(.*)", re.DOTALL)
 CHOICES = re.compile(r"\(choices:\s*(.*?)\)\s*$", re.DOTALL | re.IGNORECASE)
 
 
-def function_schema(function: Callable[..., Any]) -> Schema:
+def function_schema(function: Callable[..., object]) -> Schema:
     """{"type": "function", "function": {"name", "description", "parameters"}}. Raises ConfigError
     if the function has no docstring, or an argument no type hint that JSON can express."""
     name = getattr(function, "__name__", type(function).__name__)
@@ -119,7 +121,7 @@ def indentation(line: str) -> int:
     return len(line) - len(line.lstrip())
 
 
-def parse_choices(text: str, argument: str, name: str) -> list[Any]:
+def parse_choices(text: str, argument: str, name: str) -> list[object]:
     try:
         choices = json.loads(text)
     except ValueError:
@@ -132,7 +134,7 @@ def parse_choices(text: str, argument: str, name: str) -> list[Any]:
     return choices
 
 
-def type_schema(hint: Any, what: str) -> Schema:
+def type_schema(hint: object, what: str) -> Schema:
     """The schema of the values of a type. Raises ConfigError, which names `what`."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is None and isinstance(hint, type) and issubclass(hint, Enum):
@@ -155,7 +157,7 @@ def type_schema(hint: Any, what: str) -> Schema:
     )
 
 
-def union_schema(args: tuple[Any, ...], what: str) -> Schema:
+def union_schema(args: tuple[object, ...], what: str) -> Schema:
     schemas = [type_schema(each, what) for each in args if each is not type(None)]
     if len(schemas) == 1:
         schema = schemas[0]
@@ -167,7 +169,7 @@ def union_schema(args: tuple[Any, ...], what: str) -> Schema:
     return schema | ({"nullable": True} if type(None) in args else {})
 
 
-def enum_schema(values: list[Any], what: str) -> Schema:
+def enum_schema(values: list[object], what: str) -> Schema:
     if not values or any(type(value) not in SCALARS for value in values):
         raise ConfigError(f"{what} must have one or more texts, numbers or booleans as its choices")
     names = list(dict.fromkeys(SCALARS[type(value)] for value in values))
@@ -180,13 +182,13 @@ TOOL_SECONDS = 60.0
 @dataclass(frozen=True)
 class ToolCall:
     name: str
-    arguments: dict[str, Any]
+    arguments: Json
 
 
 class Tools:
     """Functions by name, with their schemas. Raises ConfigError if one cannot be a tool."""
 
-    def __init__(self, functions: Sequence[Callable[..., Any]], timeout: float = TOOL_SECONDS):
+    def __init__(self, functions: Sequence[Callable[..., object]], timeout: float = TOOL_SECONDS):
         self.schemas: list[Schema] = [function_schema(function) for function in functions]
         names = [schema["function"]["name"] for schema in self.schemas]
         if repeated := [name for name in names if names.count(name) > 1]:
@@ -220,16 +222,16 @@ class Tools:
         return result if isinstance(result, str) else json.dumps(result, default=str)
 
 
-async def wait_for(awaitable: Any) -> Any:
+async def wait_for(awaitable: Awaitable[object]) -> object:
     return await awaitable
 
 
 def run_in_threads(
-    functions: Sequence[Callable[[], Any]], timeout: float | None = None
-) -> list[Any]:
+    functions: Sequence[Callable[[], Result]], timeout: float | None = None
+) -> list[Result | None]:
     """The results of functions that run at the same time; None for those without a result within
     `timeout` seconds. Their threads end with the process."""
-    results: list[Any] = [None] * len(functions)
+    results: list[Result | None] = [None] * len(functions)
 
     def work(index: int) -> None:
         results[index] = functions[index]()
@@ -243,7 +245,7 @@ def run_in_threads(
     deadline = None if timeout is None else time.monotonic() + timeout
     for thread in threads:
         thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
-    return list(results)
+    return list(results)  # a late thread changes the other one
 
 
 @dataclass(frozen=True)
@@ -331,7 +333,7 @@ def parse_calls(
     return [ToolCall(name, values) for name, values in parsed if values is not None]
 
 
-def parse_arguments(text: str) -> dict[str, Any] | None:
+def parse_arguments(text: str) -> Json | None:
     """The object of a JSON text. A parser hands over arguments as the model writes them, before it
     knows whether they are valid: None if they are not."""
     try:

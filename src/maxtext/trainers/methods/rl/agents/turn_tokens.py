@@ -9,10 +9,10 @@ header of the next turn. It follows a special token, so its tokens do not depend
 import json
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
-from typing import Any
 
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.common.trees import common_prefix_length
+from maxtext.common.types import Json
 from maxtext.tokenizers import ChatTemplate, Tokenizer
 from maxtext.tokenizers.chat import CONTENT_MARK
 from maxtext.trainers.methods.rl.agents.environment import Message
@@ -29,9 +29,9 @@ class TurnTokens:
         self,
         template: ChatTemplate,
         tokenizer: Tokenizer,
-        schemas: Sequence[Mapping[str, Any]],
+        schemas: Sequence[Json],
         tags: Sequence[str] = (),
-        common_variables: Mapping[str, Any] | None = None,
+        common_variables: Mapping[str, object] | None = None,
     ):
         encoded = map(tokenizer.encode_with_specials, tags)
         self.visible_ids = {ids[0] for ids in encoded if len(ids) == 1} & tokenizer.special_ids
@@ -40,7 +40,7 @@ class TurnTokens:
         self.schemas = schemas
         self.common_variables = dict(common_variables or {})
 
-    def variables(self, others: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    def variables(self, others: Mapping[str, object] | None = None) -> dict[str, object]:
         tools = {"tools": list(self.schemas)} if self.schemas else {}
         return {**self.common_variables, **(others or {}), **tools}
 
@@ -56,7 +56,7 @@ class TurnTokens:
         return "".join([*parts, self.tokenizer.decode(ids)])
 
     def prompt(
-        self, messages: Sequence[Message], variables: Mapping[str, Any] | None = None
+        self, messages: Sequence[Message], variables: Mapping[str, object] | None = None
     ) -> list[int]:
         """The tokens of a conversation up to where the model's turn begins."""
         text = self.template.render(
@@ -67,7 +67,7 @@ class TurnTokens:
     def reply(
         self,
         messages: Sequence[Message],
-        variables: Mapping[str, Any] | None = None,
+        variables: Mapping[str, object] | None = None,
         with_end: bool = False,
         last_token: int | None = None,
     ) -> list[int]:
@@ -106,7 +106,7 @@ class TurnTokens:
         return [token for token, (start, _) in zip(ids, offsets, strict=True) if start >= turn_end]
 
     def render_reply(
-        self, messages: Sequence[Message], variables: Mapping[str, Any]
+        self, messages: Sequence[Message], variables: Mapping[str, object]
     ) -> tuple[str, str]:
         """A conversation that ends with a turn of CONTENT_MARK, and the same followed by `messages`
         and the header of the next turn."""

@@ -76,7 +76,7 @@ def last_boxed(text: str) -> str | None:
     return None
 
 
-def accepted_answers(answer: Any) -> tuple[str, ...]:
+def accepted_answers(answer: object) -> tuple[str, ...]:
     """The texts that count as right: of a list, of JSON text of a list, or of a single answer; none
     for None.
 
@@ -93,7 +93,7 @@ def accepted_answers(answer: Any) -> tuple[str, ...]:
     return tuple(dict.fromkeys(texts))
 
 
-def answer_list(answer: Any) -> Iterable[Any]:
+def answer_list(answer: object) -> Iterable[object]:
     if answer is None:
         return []
     if isinstance(answer, str) and answer.lstrip().startswith("["):

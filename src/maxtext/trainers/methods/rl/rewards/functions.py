@@ -18,26 +18,29 @@ from maxtext.common.errors import ConfigError, UserError, as_config_error
 from maxtext.configs.types import MaxTextConfig
 from maxtext.input_pipeline.formatting import load_function
 from maxtext.input_pipeline.user_code import run_failure
+from maxtext.tokenizers.chat import Messages
 from maxtext.trainers.methods.reward.model import RewardModel
 from maxtext.trainers.methods.rl.rewards.answers import RewardKeys
 from maxtext.trainers.methods.rl.rewards.grading import answer_rewards, format_exact, format_parts
 
 ANSWER_COLUMNS = ("answer", "answers", "solution", "target")
-Columns = Mapping[str, Sequence[Any]]
+Columns = Mapping[str, Sequence[object]]
 
 
 @dataclass(frozen=True)
 class RewardFunction:
     name: str
-    function: Callable[..., Any]
+    function: Callable[..., object]
     weight: float = 1.0
 
-    def __call__(self, prompts: Sequence[Any], completions: Sequence[str], columns: Columns) -> Any:
+    def __call__(
+        self, prompts: Sequence[object], completions: Sequence[str], columns: Columns
+    ) -> object:
         return self.function(prompts=list(prompts), completions=list(completions), **columns)
 
 
 def reward_functions(
-    functions: Sequence[Callable[..., Any]], weights: Sequence[float] | None = None
+    functions: Sequence[Callable[..., object]], weights: Sequence[float] | None = None
 ) -> list[RewardFunction]:
     """Functions with their names and weights. Raises ConfigError if the weights do not fit, or if
     two functions have one name."""
@@ -51,7 +54,7 @@ def reward_functions(
     return with_weights(named, weights)
 
 
-def check_functions(name: str, functions: Any) -> None:
+def check_functions(name: str, functions: object) -> None:
     """Raise ConfigError if an argument is no list of functions."""
     if not isinstance(functions, list | tuple):
         raise ConfigError(f"{name} must be a list of functions, not {functions!r}")
@@ -92,7 +95,7 @@ def load_reward_functions(
 
 def compute_rewards(
     functions: Sequence[RewardFunction],
-    prompts: Sequence[Any],
+    prompts: Sequence[object],
     completions: Sequence[str],
     columns: Columns,
 ) -> dict[str, np.ndarray]:
@@ -105,7 +108,7 @@ def compute_rewards(
             f"the rows have a column {sorted(taken)[0]}, and reward functions have an argument of "
             "this name: rename the column"
         )
-    outputs: dict[str, Any] = {}
+    outputs: dict[str, object] = {}
     for function in functions:
         try:
             outputs[function.name] = function(prompts, completions, columns)
@@ -133,18 +136,18 @@ def total_rewards(
     return np.where(is_scored.any(axis=0), total, np.nan).astype(np.float32)
 
 
-def awaitables(outputs: Mapping[str, Any]) -> dict[str, Awaitable]:
+def awaitables(outputs: Mapping[str, object]) -> dict[str, Awaitable]:
     return {name: value for name, value in outputs.items() if inspect.isawaitable(value)}
 
 
-def run_together(awaitables: Mapping[str, Awaitable]) -> dict[str, Any]:
+def run_together(awaitables: Mapping[str, Awaitable]) -> dict[str, object]:
     """The result of each, or its exception. They run in the event loop of another thread, since
     that of a notebook is running already."""
     if not awaitables:
         return {}
-    results: list[Any] = []
+    results: list[object] = []
 
-    async def result_of(awaitable: Awaitable) -> Any:
+    async def result_of(awaitable: Awaitable) -> object:
         try:
             return await awaitable
         except SystemExit as error:  # would end the event loop
@@ -162,7 +165,7 @@ def run_together(awaitables: Mapping[str, Awaitable]) -> dict[str, Any]:
 
 def failure(
     function: RewardFunction,
-    prompts: Sequence[Any],
+    prompts: Sequence[object],
     completions: Sequence[str],
     columns: Columns,
     error: BaseException,
@@ -175,7 +178,10 @@ def failure(
 
 
 def failing_row(
-    function: RewardFunction, prompts: Sequence[Any], completions: Sequence[str], columns: Columns
+    function: RewardFunction,
+    prompts: Sequence[object],
+    completions: Sequence[str],
+    columns: Columns,
 ) -> int | None:
     for row in range(len(completions)):
         at = slice(row, row + 1)
@@ -250,7 +256,9 @@ def model_reward(config: MaxTextConfig) -> RewardFunction:
             config.reward_model_path, config.tokenizer_path or "", dtype=config.dtype.value
         )
 
-    def score(prompts: Sequence[Any], completions: Sequence[str], **columns: Any) -> list[float]:
+    def score(
+        prompts: Sequence[str | Messages], completions: Sequence[str], **columns: Sequence[object]
+    ) -> list[float]:
         return model.score(prompts, completions)
 
     return RewardFunction("reward_model", score)
@@ -260,13 +268,19 @@ def builtin_rewards(config: MaxTextConfig) -> list[RewardFunction]:
     """`format_exact`, `format_parts` and `answer`, with the keys of a run."""
     reward_config = RewardKeys.from_config(config)
 
-    def exact(prompts: Any, completions: Sequence[str], **columns: Any) -> list[float]:
+    def exact(
+        prompts: object, completions: Sequence[str], **columns: Sequence[object]
+    ) -> list[float]:
         return [format_exact(text, reward_config) for text in completions]
 
-    def parts(prompts: Any, completions: Sequence[str], **columns: Any) -> list[float]:
+    def parts(
+        prompts: object, completions: Sequence[str], **columns: Sequence[object]
+    ) -> list[float]:
         return [format_parts(text, reward_config) for text in completions]
 
-    def answer(prompts: Any, completions: Sequence[str], **columns: Any) -> list[float]:
+    def answer(
+        prompts: object, completions: Sequence[str], **columns: Sequence[object]
+    ) -> list[float]:
         return answer_rewards(completions, answer_column(columns), reward_config)
 
     return [
@@ -276,7 +290,7 @@ def builtin_rewards(config: MaxTextConfig) -> list[RewardFunction]:
     ]
 
 
-def answer_column(columns: Columns) -> Sequence[Any]:
+def answer_column(columns: Columns) -> Sequence[object]:
     """The column with the reference answers. Raises UserError if there is none."""
     column = next((name for name in ANSWER_COLUMNS if name in columns), None)
     if column is None:

@@ -145,7 +145,7 @@ def shared_verifier(num_procs: int | None) -> MathVerifier:
 
 
 def score(
-    completions: Sequence[str], answers: Sequence[Any], **keys: Any
+    completions: Sequence[str], answers: Sequence[object], **keys: Any
 ) -> dict[str, list[float]]:
     """The built-in rewards of each completion: `format_exact`, `format_parts`, `answer`.
 
@@ -162,7 +162,7 @@ def score(
 
 
 def answer_rewards(
-    completions: Sequence[str], answers: Sequence[Any], config: RewardKeys
+    completions: Sequence[str], answers: Sequence[object], config: RewardKeys
 ) -> list[float]:
     """The points of the best accepted answer, by the first of these conditions that holds:
 
@@ -256,7 +256,9 @@ def equal_plainly(answer: str, guess: str) -> bool | None:
     return numbers[0] == numbers[1] or abs(numbers[0] - numbers[1]) < Decimal(10) ** -DECIMALS / 2
 
 
-def grade(responses: Sequence[str], answers: Any, *, eval_mode: str = "pass", **keys: Any) -> Grade:
+def grade(
+    responses: Sequence[str], answers: object, *, eval_mode: str = "pass", **keys: Any
+) -> Grade:
     """(accuracy, partial accuracy, format) of the responses to one problem, each from 0 to 1.
 
     `answers`: the accepted answers. A response is correct if its answer equals one of them by
@@ -297,7 +299,7 @@ def combine_grades(
 
 
 def grade_problems(
-    responses: Sequence[Sequence[str]], answers: Sequence[Any], config: RewardKeys
+    responses: Sequence[Sequence[str]], answers: Sequence[object], config: RewardKeys
 ) -> list[list[Grade]]:
     """The grade of each response to each problem, compared together. A response that is not
     compared in time is incorrect."""
