@@ -10,8 +10,10 @@ from typing import Any
 
 from maxtext.cli.arguments import Arguments
 from maxtext.cli.generation import GenerationSession, note
+from maxtext.cli.positionals import split_words
 from maxtext.common import progress
 from maxtext.common.errors import ConfigError
+from maxtext.common.types import Json
 from maxtext.diagnostics.load.client import Target
 from maxtext.inference.api_client import CONTEXT_LENGTH_EXCEEDED, ApiClient, ServerError
 
@@ -139,16 +141,18 @@ def connect(arguments: Arguments) -> "ServerConversation":
     return ServerConversation(client, model or names[0], fields)
 
 
-def parse_fields(args: list[str]) -> dict[str, Any]:
+def parse_fields(args: list[str]) -> Json:
     """key=value arguments as fields of requests; values are JSON, or else texts."""
-    fields: dict[str, Any] = {}
-    for arg in args:
-        name, sign, text = arg.partition("=")
-        if not sign or not name.isidentifier():
-            raise ConfigError(
-                f"unknown argument {arg!r}; with --server, fields of requests are written "
-                "key=value, such as temperature=0.7"
-            )
+    words, settings = split_words(args)
+    words += [setting for setting in settings if not setting.partition("=")[0].isidentifier()]
+    if words:
+        raise ConfigError(
+            f"unknown argument {words[0]!r}; with --server, fields of requests are written "
+            "key=value, such as temperature=0.7"
+        )
+    fields: Json = {}
+    for setting in settings:
+        name, _, text = setting.partition("=")
         if name in OWN_FIELDS:
             hint = "--model NAME" if name == "model" else "the conversation sets it"
             raise ConfigError(f"{name} cannot be a field here: {hint}")

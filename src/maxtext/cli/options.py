@@ -188,8 +188,8 @@ SERVE = (
     ),
     Option(
         "--allowed-hosts", "NAME ...",
-        "host names that clients may use, besides localhost, IP addresses and --host; .NAME: NAME "
-        "and its subdomains; *: any",
+        "host names that clients may use, besides IP addresses, names without a dot such as "
+        "localhost, and --host; .NAME: NAME and its subdomains; *: any",
         HOST,
     ),
     Option(

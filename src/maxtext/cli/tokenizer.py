@@ -2,13 +2,13 @@
 
 import contextlib
 import json
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from maxtext.cli.arguments import Arguments
+from maxtext.cli.positionals import split_words
 from maxtext.cli.terminal import ProgressBar
 from maxtext.common.errors import ConfigError
 from maxtext.common.files import local_path
@@ -61,19 +61,13 @@ def load_config(arguments: Arguments) -> tuple[MaxTextConfig, list[str]]:
     from maxtext.input_pipeline.formats import find_files
     from maxtext.models.configuration import load
 
-    patterns = []
-    overrides = list(arguments.settings)
-    for arg in arguments.words:
-        key = arg.partition("=")[0]
-        if "=" in arg and not os.path.exists(arg):
-            if key not in KEYS:
-                raise ConfigError(
-                    f"{key} has no effect on tokenizer training; the keys are {', '.join(KEYS)}"
-                )
-            overrides.append(arg)
-        else:
-            patterns.append(arg)
-    config = load(None, overrides, devices=Devices(1))
+    patterns, overrides = split_words(arguments.words)
+    for key in (override.partition("=")[0] for override in overrides):
+        if key not in KEYS:
+            raise ConfigError(
+                f"{key} has no effect on tokenizer training; the keys are {', '.join(KEYS)}"
+            )
+    config = load(None, [*arguments.settings, *overrides], devices=Devices(1))
     if len(config.train_data_columns) != 1:
         raise ConfigError(f"train_data_columns={config.train_data_columns}: name one column")
     if not patterns:
