@@ -21,6 +21,7 @@ from maxtext.tokenizers import load_tokenizer
 from maxtext.tokenizers.chat import chat_template
 
 if TYPE_CHECKING:
+    from maxtext.input_pipeline.load_documents import BadRecordList
     from maxtext.input_pipeline.row_formats import RowFormat
 
 # Encoders in use
@@ -62,6 +63,8 @@ def shared_encoder(config: MaxTextConfig, split: Split, row_format: "RowFormat")
 
 
 class Encoder:
+    bad_records: "BadRecordList | None" = None  # lists those of all streams, if it is set
+
     def __init__(self, config: MaxTextConfig, split: Split):
         self.columns = data_columns(config, split)
         self.vocab_size = config.vocab_size

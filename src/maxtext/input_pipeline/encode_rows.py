@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -49,7 +49,10 @@ from maxtext.tokenizers import Tokenizer, load_tokenizer
 from maxtext.tokenizers.assistant_mask import tokenize_chat
 from maxtext.tokenizers.chat import ChatTemplate, chat_template
 
-DROPPED = {Remark.NOT_LEARNED, Remark.CUT_EQUAL}  # remarks on rows and pairs without a gradient
+if TYPE_CHECKING:
+    from maxtext.input_pipeline.load_documents import BadRecordList
+
+DROPPED = {Remark.NOT_TRAINED_ON, Remark.CUT_EQUAL}  # remarks on rows and pairs without a gradient
 
 
 @dataclass(frozen=True)
@@ -86,7 +89,7 @@ class EncodedPrompt:
 def encode_row(
     row: Record, config: MaxTextConfig, tokenizer: Tokenizer | None = None
 ) -> EncodedRow:
-    """What supervised fine-tuning learns from a row. Raises UserError if the row is unusable."""
+    """The tokens of a row of supervised fine-tuning. Raises UserError if the row is unusable."""
     try:
         return RowEncoder(config, Split.TRAIN, tokenizer).prepare(row)
     except UnusableRecord as error:
@@ -96,7 +99,7 @@ def encode_row(
 def encode_pair(
     row: Record, config: MaxTextConfig, tokenizer: Tokenizer | None = None
 ) -> EncodedPair:
-    """What preference optimization learns from a row. Raises UserError if the row is unusable."""
+    """The tokens of a preference pair. Raises UserError if the row is unusable."""
     try:
         return PairEncoder(config, Split.TRAIN, tokenizer).prepare(row)
     except UnusableRecord as error:
@@ -137,6 +140,7 @@ class TextEncoder(ABC):
     max_columns: ClassVar[int] = 2
     columns_wanted: ClassVar[str] = "one form of rows"
     may_have_prompt_template: ClassVar[bool] = False
+    bad_records: "BadRecordList | None" = None  # lists those of all streams, if it is set
 
     def __init__(self, config: MaxTextConfig, split: Split, tokenizer: Tokenizer | None = None):
         self.columns = self.text_columns(config, split)
@@ -235,13 +239,13 @@ class RowEncoder(TextEncoder):
         remarks = []
         if isinstance(row, Conversation) and has_late_system(row.messages):
             remarks.append(Remark.SYSTEM_NOT_FIRST)
-        if isinstance(row, Conversation) and not self.learns_end(ids, mask):
-            remarks.append(Remark.END_NOT_LEARNED)
+        if isinstance(row, Conversation) and not self.trains_on_end(ids, mask):
+            remarks.append(Remark.END_NOT_TRAINED_ON)
         if len(ids) > self.length + 1:
             ids, mask = ids[: self.length + 1], mask[: self.length + 1]
             remarks.append(Remark.TRUNCATED)
         if not mask[1:].any():
-            remarks = [Remark.NOT_LEARNED]
+            remarks = [Remark.NOT_TRAINED_ON]
         return EncodedRow(ids, mask, tuple(remarks))
 
     def text(self, row: TextRow | PromptCompletion) -> tuple[np.ndarray, np.ndarray]:
@@ -273,7 +277,7 @@ class RowEncoder(TextEncoder):
         ids = np.array(self.tokenizer.encode_with_specials(text), np.int32)
         return ids, np.ones(len(ids), bool)
 
-    def learns_end(self, ids: np.ndarray, mask: np.ndarray) -> bool:
+    def trains_on_end(self, ids: np.ndarray, mask: np.ndarray) -> bool:
         """Whether a run of tokens that are trained on ends with a special token, or there is
         none."""
         ends = np.flatnonzero(mask & ~np.append(mask[1:], False))
@@ -316,7 +320,7 @@ class PairEncoder(TextEncoder):
             remarks.append(Remark.PROMPT_TRUNCATED)
             prompt = prompt[len(prompt) - length :]
         if not prompt and min(len(chosen), len(rejected)) < 2:  # nothing to predict it from
-            remarks = [Remark.NOT_LEARNED]
+            remarks = [Remark.NOT_TRAINED_ON]
         most = self.length + 1 - len(prompt)
         if max(len(chosen), len(rejected)) > most:
             chosen, rejected = chosen[:most], rejected[:most]

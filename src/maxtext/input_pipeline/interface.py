@@ -108,6 +108,10 @@ class BatchIterator(ABC):
         """Release threads and files. The iterator must not be used afterwards."""
 
 
+class TooLittleData(ConfigError):
+    """Data that does not fill a batch."""
+
+
 class DataSource(Protocol):
     """Creates the iterator of one shard of a split, or None if the configuration names no
     evaluation data.

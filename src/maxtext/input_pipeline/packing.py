@@ -43,7 +43,7 @@ from maxtext.input_pipeline.interface import (
 
 # token ids, or a row of fine-tuning
 Document = np.ndarray | EncodedRow | EncodedPair | EncodedPrompt
-TokenPairs = dict[str, np.ndarray]  # inputs, targets and for rows `learned`, each [pairs]
+TokenPairs = dict[str, np.ndarray]  # inputs, targets and for rows `loss_mask`, each [pairs]
 
 
 class ToSequences(grain.experimental.FlatMapTransform):
@@ -104,7 +104,7 @@ def completion_sequence(prompt: np.ndarray, completion: np.ndarray) -> TokenPair
 
 
 def masked_sequence(ids: np.ndarray, mask: np.ndarray) -> TokenPairs:
-    return {"inputs": ids[:-1], "targets": ids[1:], "learned": mask[1:]}
+    return {"inputs": ids[:-1], "targets": ids[1:], "loss_mask": mask[1:]}
 
 
 def num_targets(document: Document) -> int:
@@ -211,7 +211,7 @@ class FittedRows(grain.DatasetIterator):
         inputs, targets, position, segmentation = (
             np.zeros((count, length), np.int32) for _ in range(4)
         )
-        learned = np.ones((count, length), bool)
+        loss_mask = np.ones((count, length), bool)
         used, segments = [0] * count, [0] * count
         free_tokens = np.full(count, length)
         while True:
@@ -238,8 +238,8 @@ class FittedRows(grain.DatasetIterator):
                 self.counting[:size],
                 segments[row],
             )
-            if "learned" in sequence:
-                learned[row, begin:end] = sequence["learned"]
+            if "loss_mask" in sequence:
+                loss_mask[row, begin:end] = sequence["loss_mask"]
             used[row] = end
             free_tokens[row] = length - end if segments[row] < self.settings.max_segments else 0
         self.next_start = before
@@ -248,7 +248,7 @@ class FittedRows(grain.DatasetIterator):
             # Rows that were opened first are the fullest: shuffle them over the batches.
             filled = np.random.default_rng([self.settings.seed, self.group]).permutation(filled)
         self.rows = [
-            row_of(inputs[at], targets[at], position[at], segmentation[at], learned[at])
+            row_of(inputs[at], targets[at], position[at], segmentation[at], loss_mask[at])
             for at in filled
         ]
 
@@ -280,14 +280,14 @@ def row_of(
     targets: np.ndarray,
     position: np.ndarray,
     segmentation: np.ndarray,
-    learned: np.ndarray,
+    loss_mask: np.ndarray,
 ) -> Batch:
     # Without a mask the two fields are one array.
-    learned_segments = segmentation if learned.all() else segmentation * learned
+    target_segments = segmentation if loss_mask.all() else segmentation * loss_mask
     return dict(
         zip(
             FIELDS,
-            (inputs, position, segmentation, targets, position, learned_segments),
+            (inputs, position, segmentation, targets, position, target_segments),
             strict=True,
         )
     )
@@ -307,9 +307,9 @@ def pad_row(sequence: TokenPairs, length: int) -> Batch:
     inputs, targets, position, segmentation = (np.zeros(length, np.int32) for _ in range(4))
     inputs[:size], targets[:size] = sequence["inputs"], sequence["targets"]
     position[:size], segmentation[:size] = np.arange(size), 1
-    learned = np.ones(length, bool)
-    learned[:size] = sequence.get("learned", True)
-    return row_of(inputs, targets, position, segmentation, learned)
+    loss_mask = np.ones(length, bool)
+    loss_mask[:size] = sequence.get("loss_mask", True)
+    return row_of(inputs, targets, position, segmentation, loss_mask)
 
 
 def pad_pair(pair: tuple[TokenPairs, TokenPairs], length: int) -> Batch:

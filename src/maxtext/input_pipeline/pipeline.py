@@ -33,16 +33,17 @@ from maxtext.input_pipeline.interface import (
     ShardSpec,
     Split,
     State,
+    TooLittleData,
     keeps_last,
     seal,
     unseal,
 )
 from maxtext.input_pipeline.load_documents import (
     MAX_CHUNK_DOCUMENTS,
-    BadRecords,
     EncodeRecords,
     LoadDocuments,
-    NothingToLearn,
+    NothingToTrainOn,
+    bad_records_of,
     documents_per_chunk,
 )
 from maxtext.input_pipeline.order import WindowShuffle, epoch_order, max_streams_in_memory
@@ -201,7 +202,8 @@ def document_batches(
     """The batches of documents that can be read in any order. `named_by` is the key that names the
     data, for messages.
     """
-    encoder, bad = shared_encoder(config, split, row_format), BadRecords(config.max_bad_records)
+    encoder = shared_encoder(config, split, row_format)
+    bad = bad_records_of(encoder, config)
     if isinstance(encoder, TextEncoder):
         for component in components:
             for documents in files_of(component.documents):
@@ -230,7 +232,7 @@ def document_batches(
     if len(components) == 1:
         # Chunks end with the epoch, so that a position is valid for any num_epoch.
         chunks = orders[0].batch(size, batch_fn=list).repeat(epochs)
-        nothing = NothingToLearn(no_rows(config, row_format, shard, named_by))
+        nothing = NothingToTrainOn(no_rows(config, row_format, shard, named_by))
         loaded = chunks.map(LoadDocuments(components[0].documents, encoder, bad, nothing))
     else:
         mixture = mix_orders(
@@ -275,8 +277,8 @@ def record_batches(
     epochs.
     """
     encoder = shared_encoder(config, split, row_format)
-    nothing = NothingToLearn(no_rows(config, row_format, shard, named_by))
-    encode = EncodeRecords(named_by, encoder, BadRecords(config.max_bad_records), nothing)
+    nothing = NothingToTrainOn(no_rows(config, row_format, shard, named_by))
+    encode = EncodeRecords(named_by, encoder, bad_records_of(encoder, config), nothing)
     chunks = records.batch(MAX_CHUNK_DOCUMENTS, batch_fn=list).map(encode)
     settings = {
         "stream": shard.index,
@@ -456,4 +458,4 @@ def too_little_data(
     if not targets or split is Split.EVAL:
         return no_rows(config, row_format, shard, named_by)
     size = DataSize(named_by, stream_of(shard), targets, shard.min_rows or shard.rows)
-    return ConfigError(row_format.too_little_data(config, size))
+    return TooLittleData(row_format.too_little_data(config, size))

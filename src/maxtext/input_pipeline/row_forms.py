@@ -73,8 +73,8 @@ class PromptCompletion:
 
 @dataclass(frozen=True)
 class Conversation:
-    """`first_turn` is the index of the first message that may be learned; `variables` are those of
-    the template.
+    """`first_turn` is the index of the first message that may be trained on; `variables` are those
+    of the template.
     """
 
     messages: list[Message]
@@ -371,9 +371,11 @@ def parse_column(row: Record, column: str, kind: type, wanted: str) -> Any:
 class Remark(Enum):
     """What is reported of rows, with a count and the first example: "rows that …"."""
 
-    NOT_LEARNED = "are dropped, since none of their tokens is learned"
+    NOT_TRAINED_ON = "are dropped, since no token is trained on"
     SYSTEM_NOT_FIRST = "have a system message that is not the first message"
-    END_NOT_LEARNED = "have no learned end-of-turn token, so that a model does not learn to stop"
+    END_NOT_TRAINED_ON = (
+        "have no end-of-turn token that is trained on, so that a model does not learn to stop"
+    )
     TRUNCATED = "are truncated to max_target_length"
     CUT_EQUAL = "are dropped, since truncation to max_target_length makes chosen and rejected equal"
     PROMPT_TOO_LONG = "are dropped, since their prompt is longer than max_prefill_predict_length"

@@ -336,10 +336,10 @@ def with_all_fields(arrays: dict[str, np.ndarray]) -> Batch:
     tokens after the inputs."""
     inputs = arrays["tokens"]
     segments = arrays.get("inputs_segmentation", np.ones_like(inputs))
-    targets, learned = arrays.get("targets"), segments
+    targets, target_segments = arrays.get("targets"), segments
     if targets is None:
         targets, following = (np.pad(x[:, 1:], ((0, 0), (0, 1))) for x in (inputs, segments))
-        learned = np.where(following == segments, segments, 0)
+        target_segments = np.where(following == segments, segments, 0)
     positions = arrays.get("inputs_position")
     if positions is None:
         positions = segment_positions(segments)
@@ -349,7 +349,7 @@ def with_all_fields(arrays: dict[str, np.ndarray]) -> Batch:
         "inputs_segmentation": segments,
         "targets": targets,
         "targets_position": positions,
-        "targets_segmentation": arrays.get("targets_segmentation", learned),
+        "targets_segmentation": arrays.get("targets_segmentation", target_segments),
         "top_k_indices": arrays["top_k_indices"],
     }
     integers = {name: field.astype(np.int32) for name, field in batch.items()}
