@@ -6,7 +6,6 @@ import abc
 import json
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from maxtext.cli.arguments import Arguments
 from maxtext.cli.generation import GenerationSession, note
@@ -46,7 +45,7 @@ class Conversation(abc.ABC):
     def __init__(self, title: str):
         self.title = title  # of the model, for the first line
         self.system = ""
-        self.messages: list[Mapping[str, Any]] = []
+        self.messages: list[Mapping[str, object]] = []
         self.noted_truncation = False
 
     @abc.abstractmethod
@@ -57,7 +56,7 @@ class Conversation(abc.ABC):
     def abort(self) -> None:
         """Called from another thread, or a signal handler, when a reply is not wanted any more."""
 
-    def with_system(self, messages: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    def with_system(self, messages: list[Mapping[str, object]]) -> list[Mapping[str, object]]:
         system = [{"role": "system", "content": self.system}] if self.system else []
         return [*system, *messages]
 
@@ -116,7 +115,7 @@ class LocalConversation(Conversation):
         self.messages = messages
         return ids
 
-    def encode(self, messages: list[Mapping[str, Any]]) -> list[int]:
+    def encode(self, messages: list[Mapping[str, object]]) -> list[int]:
         return self.session.encode_chat(self.with_system(messages))
 
 
@@ -168,7 +167,7 @@ class ServerConversation(Conversation):
     length, the oldest are dropped.
     """
 
-    def __init__(self, client: ApiClient, model: str, fields: Mapping[str, Any]):
+    def __init__(self, client: ApiClient, model: str, fields: Mapping[str, object]):
         super().__init__(f"{model} at {client.url}")
         self.client = client
         self.model = model
@@ -192,7 +191,7 @@ class ServerConversation(Conversation):
                     raise
                 messages = messages[2:]
 
-    def stream_reply(self, messages: list[Mapping[str, Any]]) -> Deltas:
+    def stream_reply(self, messages: list[Mapping[str, object]]) -> Deltas:
         """The reply to these messages, which has at least one delta."""
         progress.start("waiting for the server")
         body = {**self.fields, "model": self.model, "messages": self.with_system(messages)}
@@ -218,7 +217,7 @@ class Chunk:
     num_tokens: int | None = None  # so far
 
 
-def parse_chunk(event: Mapping[str, Any]) -> Chunk:
+def parse_chunk(event: Json) -> Chunk:
     """Raises ServerError if the event is no chunk of a chat completion."""
     try:
         choice = (event.get("choices") or [{}])[0]
@@ -233,5 +232,5 @@ def parse_chunk(event: Mapping[str, Any]) -> Chunk:
         raise ServerError("the server sent an event that is no chunk of a chat") from error
 
 
-def text_of(value: Any) -> str:
+def text_of(value: object) -> str:
     return value if isinstance(value, str) else ""

@@ -5,7 +5,7 @@ rows that cannot be used.
 import json
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -24,6 +24,7 @@ from maxtext.cli.terminal import format_table
 from maxtext.common import log
 from maxtext.common.errors import ConfigError
 from maxtext.common.log import LOGGER
+from maxtext.common.types import Json
 from maxtext.configs.types import MaxTextConfig
 
 if TYPE_CHECKING:
@@ -73,13 +74,13 @@ class BatchStatistics:
             full = np.array([row.max(initial=0) == segment_ids.shape[1] for row in lengths])
             self.truncated += int((full & (batch["targets"][:, -1] != self.eos_id)).sum())
 
-    def summary(self, documents: int | None) -> dict[str, Any]:
+    def summary(self, documents: int | None) -> Json:
         """The statistics as JSON data. The speed excludes the first batch, which waits for files to
         be opened.
         """
         tokens, sequences = sum(self.lengths), max(len(self.lengths), 1)
         lengths, segments = np.array(self.lengths or [0]), np.array(self.segments or [0])
-        summary: dict[str, Any] = {} if documents is None else {"documents": documents}
+        summary: Json = {} if documents is None else {"documents": documents}
         summary |= {
             "batches": self.batches,
             "rows": self.rows,
@@ -324,9 +325,9 @@ def has_masks(config: MaxTextConfig) -> bool:
     return row_format.has_masks and config.dataset_type.value not in TOKEN_SOURCES
 
 
-def row_data(row: Row, decoder: TextDecoder | IdPrinter) -> list[dict[str, Any]]:
+def row_data(row: Row, decoder: TextDecoder | IdPrinter) -> list[Json]:
     """A row as JSON data."""
-    data: list[dict[str, Any]] = []
+    data: list[Json] = []
     for segment in row:
         data.append({"inputs": segment.inputs.tolist(), "targets": segment.targets.tolist()})
         if segment.side:
@@ -342,7 +343,7 @@ def row_data(row: Row, decoder: TextDecoder | IdPrinter) -> list[dict[str, Any]]
 
 
 def show(
-    shown: list[list[Row]], decoder: TextDecoder | IdPrinter, length: int, summary: dict[str, Any]
+    shown: list[list[Row]], decoder: TextDecoder | IdPrinter, length: int, summary: Json
 ) -> None:
     from rich.console import Console
     from rich.text import Text
@@ -375,7 +376,7 @@ def show(
         )
 
 
-def table(summary: dict[str, Any]) -> list[tuple[str, str]]:
+def table(summary: Json) -> list[tuple[str, str]]:
     segments_per_row, length = summary["segments_a_row"], summary["length"]
     rows = [("documents", f"{summary['documents']:,}")] if "documents" in summary else []
     rows += [

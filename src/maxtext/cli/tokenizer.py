@@ -5,13 +5,14 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from maxtext.cli.arguments import Arguments
 from maxtext.cli.positionals import split_words
 from maxtext.cli.terminal import ProgressBar
 from maxtext.common.errors import ConfigError
 from maxtext.common.files import local_path
+from maxtext.common.types import Json
 from maxtext.configs.types import MaxTextConfig
 
 if TYPE_CHECKING:
@@ -144,9 +145,9 @@ def inspect(arguments: Arguments) -> int:
     return 0
 
 
-def description(tokenizer: "Tokenizer", text: str | None) -> dict[str, Any]:
+def description(tokenizer: "Tokenizer", text: str | None) -> Json:
     ids = {"bos": tokenizer.bos_id, "eos": tokenizer.eos_id, "pad": tokenizer.pad_id}
-    details: dict[str, Any] = {
+    details: Json = {
         "name": tokenizer.name,
         "kind": tokenizer.kind,
         "vocab_size": tokenizer.vocab_size,
@@ -167,7 +168,7 @@ def description(tokenizer: "Tokenizer", text: str | None) -> dict[str, Any]:
     return details
 
 
-def show(details: dict[str, Any]) -> None:
+def show(details: Json) -> None:
     from rich.console import Console
     from rich.text import Text
 

@@ -10,12 +10,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.common.trees import common_prefix_length
+from maxtext.common.types import Json
 from maxtext.configs.sources import is_preset
 from maxtext.configs.types import MaxTextConfig
 from maxtext.input_pipeline.formats import Record, UnusableRecord
@@ -84,6 +85,9 @@ class EncodedPrompt:
     ids: np.ndarray
     record: Record
     remarks: tuple[Remark, ...] = ()
+
+
+EncodedRecord = EncodedRow | EncodedPair | EncodedPrompt
 
 
 def encode_row(
@@ -170,14 +174,14 @@ class TextEncoder(ABC):
         return columns
 
     @abstractmethod
-    def prepare(self, record: Record) -> Any:
+    def prepare(self, record: Record) -> EncodedRecord:
         """The tokens of a record, with its remarks. Raises UnusableRecord."""
 
-    def position_fingerprint(self) -> dict[str, Any]:
+    def position_fingerprint(self) -> Json:
         """The settings that change the tokens of a row, and with them every data position."""
         return {"add_bos": self.add_bos, "add_eos": self.add_eos}
 
-    def encode(self, prepared: Sequence[Any]) -> list[Any]:
+    def encode(self, prepared: Sequence[EncodedRecord]) -> list[EncodedRecord]:
         """The prepared rows that are trained on."""
         return [row for row in prepared if not DROPPED & set(row.remarks)]
 
@@ -222,7 +226,7 @@ class RowEncoder(TextEncoder):
         super().__init__(config, split, tokenizer)
         self.completion_only = config.sft_train_on_completion_only
 
-    def position_fingerprint(self) -> dict[str, Any]:
+    def position_fingerprint(self) -> Json:
         return {
             **super().position_fingerprint(),
             "sft_train_on_completion_only": self.completion_only,
@@ -297,7 +301,7 @@ class PairEncoder(TextEncoder):
         super().__init__(config, split, tokenizer)
         self.max_prompt_length = config.max_prompt_length
 
-    def position_fingerprint(self) -> dict[str, Any]:
+    def position_fingerprint(self) -> Json:
         return {**super().position_fingerprint(), "max_prompt_length": self.max_prompt_length}
 
     def prepare(self, record: Record) -> EncodedPair:
@@ -421,7 +425,7 @@ class PromptEncoder(TextEncoder):
         else:
             self.prompt_template = PromptTemplate.from_config(config)
 
-    def position_fingerprint(self) -> dict[str, Any]:
+    def position_fingerprint(self) -> Json:
         return {
             **super().position_fingerprint(),
             "max_prefill_predict_length": self.max_prompt_length,
@@ -460,7 +464,7 @@ class PromptEncoder(TextEncoder):
         columns = formatted | {"prompt": prompt}
         return EncodedPrompt(np.array(ids, np.int32), columns, remarks)
 
-    def encode(self, prepared: Sequence[EncodedPrompt]) -> list[EncodedPrompt]:
+    def encode(self, prepared: Sequence[EncodedRecord]) -> list[EncodedRecord]:
         return [prompt for prompt in prepared if not prompt.remarks]
 
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from maxtext.common.errors import ConfigError
 from maxtext.common.log import LOGGER
+from maxtext.common.types import Json
 from maxtext.configs.types import MaxTextConfig
 from maxtext.input_pipeline.encode import RecordEncoder
 from maxtext.input_pipeline.encode_rows import TextEncoder
@@ -72,10 +73,10 @@ class BadRecords:
             elif count & (count - 1) == 0:
                 LOGGER.warning("skipped %d bad records so far", count)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> Json:
         return {"max_count": self.max_count, "before": self.before, "seen": self.seen}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: Json) -> None:
         self.__dict__.update(state)
         self.lock = threading.Lock()
 
@@ -135,7 +136,7 @@ class NothingToTrainOn:
         self.count = 0
         self.has_rows = False
 
-    def check(self, indices: Sequence[int], rows: Sequence[Any]) -> None:
+    def check(self, indices: Sequence[int], rows: Sequence[object]) -> None:
         if rows:
             self.has_rows = True
         if self.has_rows or not len(indices):

@@ -28,8 +28,14 @@ import grain
 import numpy as np
 
 from maxtext.common.errors import ConfigError
+from maxtext.common.types import Json
 from maxtext.configs.types import MaxTextConfig
-from maxtext.input_pipeline.encode_rows import EncodedPair, EncodedPrompt, EncodedRow
+from maxtext.input_pipeline.encode_rows import (
+    EncodedPair,
+    EncodedPrompt,
+    EncodedRecord,
+    EncodedRow,
+)
 from maxtext.input_pipeline.interface import (
     FIELDS,
     MARGIN,
@@ -42,7 +48,7 @@ from maxtext.input_pipeline.interface import (
 )
 
 # token ids, or a row of fine-tuning
-Document = np.ndarray | EncodedRow | EncodedPair | EncodedPrompt
+Document = np.ndarray | EncodedRecord
 TokenPairs = dict[str, np.ndarray]  # inputs, targets and for rows `loss_mask`, each [pairs]
 
 
@@ -86,7 +92,7 @@ class ToRecords(grain.experimental.FlatMapTransform):
 
     max_fan_out = sys.maxsize
 
-    def flat_map(self, chunk: list[Any]) -> list[Any]:
+    def flat_map(self, chunk: list[object]) -> list[object]:
         return chunk
 
 
@@ -189,7 +195,7 @@ class FittedRows(grain.DatasetIterator):
         self.counting = np.arange(settings.length, dtype=np.int32)
         self.move(parent.get_state())
 
-    def move(self, start: Any) -> None:
+    def move(self, start: object) -> None:
         """Move to the group that starts where the parent is now."""
         self.group, self.position = 0, 0
         self.rows: list[Batch] = []
@@ -259,12 +265,12 @@ class FittedRows(grain.DatasetIterator):
             )
         return int((free_tokens >= size).argmax())
 
-    def get_state(self) -> dict[str, Any]:
+    def get_state(self) -> Json:
         if self.position == len(self.rows):
             return {"parent": self.next_start, "group": self.group, "place": 0}
         return {"parent": self.start, "group": self.group - 1, "place": self.position}
 
-    def set_state(self, state: dict[str, Any]) -> None:
+    def set_state(self, state: Json) -> None:
         self.parent.set_state(state["parent"])
         self.move(state["parent"])
         self.group = state["group"]

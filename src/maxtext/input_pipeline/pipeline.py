@@ -23,6 +23,7 @@ import numpy as np
 
 from maxtext.common.errors import ConfigError
 from maxtext.common.log import LOGGER
+from maxtext.common.types import Json
 from maxtext.configs.types import MaxTextConfig
 from maxtext.input_pipeline.encode import shared_encoder
 from maxtext.input_pipeline.encode_rows import TextEncoder, check_columns
@@ -54,7 +55,7 @@ from maxtext.input_pipeline.row_formats import DataSize, RowFormat
 class GrainBatches(BatchIterator):
     """`settings` are those that a position in this dataset is valid for."""
 
-    def __init__(self, dataset: grain.IterDataset, settings: dict[str, Any]):
+    def __init__(self, dataset: grain.IterDataset, settings: Json):
         self.dataset = dataset
         self.settings = settings
         self.iterator = iter(dataset)
@@ -94,7 +95,7 @@ class GrainBatches(BatchIterator):
         self.iterator.close()
 
 
-def with_tuples(value: Any) -> Any:
+def with_tuples(value: object) -> Any:
     """Convert lists, which JSON has in place of tuples, to tuples. Grain's concat-then-split
     compares its slices with tuples, and would drop the document of a list.
     """
@@ -248,7 +249,7 @@ def document_batches(
                 [LoadDocuments(component.documents, encoder, bad) for component in components]
             )
         )
-    settings: dict[str, Any] = {
+    settings: Json = {
         "stream": shard.index,
         "streams": shard.count,
         "documents": sum(len(component.documents) for component in components),
@@ -271,7 +272,7 @@ def record_batches(
     shard: ShardSpec,
     records: grain.IterDataset,
     named_by: str,
-    settings: dict[str, Any],
+    settings: Json,
 ) -> GrainBatches:
     """The batches of records that can only be read in order: (number, record) of this stream, all
     epochs.
@@ -300,7 +301,7 @@ def to_token_batches(
     row_format: RowFormat,
     shard: ShardSpec,
     chunks: grain.IterDataset,
-    settings: dict[str, Any],
+    settings: Json,
     named_by: str,
 ) -> GrainBatches:
     """Batches from chunks of token ids, or of rows of fine-tuning."""
@@ -370,7 +371,7 @@ class LoadMixture:
     def __init__(self, loads: Sequence[LoadDocuments]):
         self.loads = loads
 
-    def __call__(self, tagged: Sequence[tuple[int, int]]) -> list[Any]:
+    def __call__(self, tagged: Sequence[tuple[int, int]]) -> list[object]:
         # Sorted by component within a chunk: rows are shuffled again after packing.
         return [
             tokens

@@ -30,6 +30,7 @@ import safetensors
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.common.extras import require
 from maxtext.common.files import local_path, write_text
+from maxtext.common.types import Json
 from maxtext.configs.types import MaxTextConfig
 from maxtext.input_pipeline.formats.example import open_reader
 from maxtext.input_pipeline.interface import (
@@ -72,7 +73,7 @@ def create_folder(folder: Path, settings: Mapping[str, int]) -> None:
     write_text(str(path), json.dumps(dict(settings)) + "\n")
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
+def read_manifest(folder: Path) -> Json:
     path = folder / MANIFEST
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
@@ -224,7 +225,7 @@ class TeacherLogits(BatchIterator):
         self.position = 0
 
     @property
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> Json:
         return {"dataset_type": "offline_data_dir", "rows": int(self.ends[-1])}
 
     def __next__(self) -> Batch:
