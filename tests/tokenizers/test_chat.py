@@ -14,7 +14,7 @@ import pytest
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.configs.derive import Devices
 from maxtext.models.configuration import load as load_config
-from maxtext.tokenizers import ChatTemplate, chat_template, load_tokenizer, templates
+from maxtext.tokenizers import ChatTemplate, chat_template, load_tokenizer, template_process
 from tests.tokenizers.tiny import CHATML
 
 # Small templates in the styles of well-known models; each uses what the others do not.
@@ -343,9 +343,9 @@ HOSTILE = {
 def test_hostile_template_becomes_a_one_line_error(name, monkeypatch):
     """Endless loops, memory bombs and sandbox escapes; the next template renders as usual."""
     source, reason = HOSTILE[name]
-    monkeypatch.setattr(templates, "RENDER_SECONDS", 0.5)
-    monkeypatch.setattr(templates, "MEMORY_BYTES", 2**28)
-    templates.RUNNER.stop()  # a worker with other limits
+    monkeypatch.setattr(template_process, "RENDER_SECONDS", 0.5)
+    monkeypatch.setattr(template_process, "MEMORY_BYTES", 2**28)
+    template_process.RUNNER.stop()  # a worker with other limits
     began = time.monotonic()
     with pytest.raises(UserError, match=f"the chat template of here .*({reason})") as refusal:
         ChatTemplate(source, "here").render(CHATS["short"])
@@ -353,7 +353,7 @@ def test_hostile_template_becomes_a_one_line_error(name, monkeypatch):
     assert "\n" not in str(refusal.value)
     monkeypatch.undo()
     assert ChatTemplate("{{ messages[0].content }}", "here").render([{"content": "next"}]) == "next"
-    templates.RUNNER.stop()
+    template_process.RUNNER.stop()
 
 
 def test_templates_work_in_threads_and_forked_processes(bpe):
