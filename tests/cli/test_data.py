@@ -152,7 +152,7 @@ def written(tmp_path, rows):
     return replaced(SMALL, *files, "per_device_batch_size=1")
 
 
-def test_inspect_marks_learned_tokens_and_counts_dropped_rows(tmp_path, capsys):
+def test_inspect_marks_tokens_trained_on_and_counts_dropped_rows(tmp_path, capsys):
     turns = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "yz"}]
     template = "chat_template={% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}"
     rows = [
@@ -166,17 +166,79 @@ def test_inspect_marks_learned_tokens_and_counts_dropped_rows(tmp_path, capsys):
     text = capsys.readouterr().out
     assert "   1 │ <bos>ab⟦cd<eos>⟧\n   2 │ u:x;⟦a:yz;⟧\n" in text
     numbers = table(text)
-    assert (numbers["rows"], numbers["tokens"], numbers["learned tokens"]) == ("1", "13", "8")
+    assert (numbers["rows"], numbers["tokens"], numbers["tokens trained on"]) == ("1", "13", "8")
     path = tmp_path / "rows.jsonl"
-    assert f"none of their tokens is learned: 1, first {path}, line 3\n" in text
+    assert f"no token is trained on: 1, first {path}, line 3\n" in text
     assert f"not learn to stop: 1, first {path}, line 2\n" in text
     assert main(["data", "inspect", *args, template, "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
-    assert [segment["learned"] for segment in shown["batches"][0][0]] == [
+    assert [segment["loss_mask"] for segment in shown["batches"][0][0]] == [
         [0, 0, 1, 1, 1],
         [0, 0, 0, 1, 1, 1, 1, 1],
     ]
     assert [report["rows"] for report in shown["summary"]["reports"]] == [1, 1]
+
+
+GOOD = {"prompt": "ab", "completion": "cd"}
+
+
+def write_lines(tmp_path, *lines):
+    """The words for a file of these lines, of which a batch reads four rows."""
+    args = written(tmp_path, [])
+    text = (line if isinstance(line, str) else json.dumps(line) for line in lines)
+    (tmp_path / "rows.jsonl").write_text("".join(f"{line}\n" for line in text))
+    return [*args, "use_sft=true", "packing=false"]
+
+
+@pytest.mark.parametrize(("limit", "code"), [(0, 1), (1, 1), (2, 0), (-1, 0)])
+def test_inspect_lists_bad_rows_and_shows_the_good_ones(tmp_path, capsys, limit, code):
+    bad = {"messages": [{"role": "nobody", "content": "x"}]}
+    good = [GOOD] * 200  # more than a batch needs: the last line is read for its error alone
+    args = write_lines(tmp_path, GOOD, '{"prompt":', *good, bad)
+    assert main(["data", "inspect", *args, f"max_bad_records={limit}"]) == code
+    text, path = capsys.readouterr().out, tmp_path / "rows.jsonl"
+    effect = "stops at them" if code else "skips them"
+    lines = text[text.index("bad rows") :].splitlines()
+    assert lines[0] == f"bad rows: 2 among 203 rows; with max_bad_records={limit} training {effect}"
+    assert lines[1].startswith(f"{path}, line 2: invalid JSON")
+    assert lines[2].startswith(f"{path}, line 203: message 0 of column messages has the role 'nob")
+    assert len(lines) == 3
+    assert "<bos>abcd<eos>" in text.replace("⟦", "").replace("⟧", "")
+
+
+def test_inspect_writes_bad_rows_as_json(tmp_path, capsys):
+    args = write_lines(tmp_path, GOOD, "[1]", GOOD)
+    assert main(["data", "inspect", *args, "--json"]) == 1
+    reason = "a list instead of a JSON object with columns"
+    assert json.loads(capsys.readouterr().out)["summary"]["bad_rows"] == [
+        {"file": str(tmp_path / "rows.jsonl"), "location": "line 2", "reason": reason}
+    ]
+
+
+def test_inspect_of_bad_rows_alone_is_an_error_that_lists_them(tmp_path, capsys):
+    args = write_lines(tmp_path, *[{"prompt": "x", "completion": ""}] * 7)
+    assert main(["data", "inspect", *args]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    listed = [line for line in lines if "column completion is empty" in line]
+    assert [line.split(",")[1].split(":")[0] for line in listed] == [
+        f" line {number}" for number in range(1, 8)
+    ]
+    assert not any("data inspect" in line for line in lines)
+
+
+def test_inspect_pads_data_that_does_not_fill_a_batch(tmp_path, capsys, caplog):
+    """Training refuses two rows for a batch of eight, unless `steps` repeats them."""
+    args = replaced(write_lines(tmp_path, GOOD, GOOD), "per_device_batch_size=8")
+    assert main(["data", "inspect", *args, "--json"]) == 0
+    printed = capsys.readouterr()
+    shown = json.loads(printed.out)
+    assert [[row["inputs"] for row in rows] for rows in shown["batches"][0]] == [
+        [[1, 100, 101, 102, 103]]
+    ] * 2
+    assert "one batch needs" in shown["summary"]["too_little_data"]
+    assert "training would refuse this data: grain_train_files has 10 tokens" in printed.err
+    assert main(["data", "inspect", *args, "steps=3", "--json"]) == 0
+    assert "too_little_data" not in json.loads(capsys.readouterr().out)["summary"]
 
 
 def test_inspect_shows_both_sides_of_pairs(tmp_path, capsys):
@@ -186,7 +248,7 @@ def test_inspect_shows_both_sides_of_pairs(tmp_path, capsys):
     assert "batch 0, row 0: a pair, 9 of 32 positions\n" in text
     assert "  chosen │ <bos>ab⟦c<eos>⟧\nrejected │ <bos>ab⟦de<eos>⟧\n" in text
     numbers = table(text)
-    assert (numbers["rows"], numbers["tokens"], numbers["learned tokens"]) == ("1", "9", "5")
+    assert (numbers["rows"], numbers["tokens"], numbers["tokens trained on"]) == ("1", "9", "5")
 
 
 @pytest.mark.parametrize("method", ["use_sft", "use_dpo"])
@@ -199,7 +261,7 @@ def test_throughput_counts_the_tokens_of_rows(method, tmp_path, capsys):
     assert table(capsys.readouterr().out)["tokens"] == counts[method]
 
 
-def test_inspect_colours_learned_tokens_in_a_terminal(tmp_path, capsys, monkeypatch):
+def test_inspect_colours_tokens_trained_on_in_a_terminal(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     args = [*written(tmp_path, [{"prompt": "ab", "completion": "cd"}]), "use_sft=true"]
     assert main(["data", "inspect", *args, "sft_train_on_completion_only=true"]) == 0

@@ -145,7 +145,7 @@ def test_methods_train_the_model_on_the_data(here, monkeypatch):
     monkeypatch.setattr(
         maxtext.cli.train, "train_run", lambda *run, **command: trained.append(run) or 0
     )
-    for method in ("sft", "dpo", "orpo", "grpo"):
+    for method in ("sft", "dpo", "orpo", "reward", "grpo"):
         assert main([method, "hf", "a.jsonl", "lora_rank=4"]) == 0
         expected = [f"{MODEL_KEY}=hf", *data("jsonl", "a.jsonl"), "lora_rank=4"]
         assert trained.pop() == (str(sources.HERE / f"{method}.yml"), expected)

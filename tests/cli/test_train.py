@@ -98,3 +98,16 @@ def test_a_stopped_run_ends_with_the_command_that_continues_it(name):
     config = load("sft.yml", args[1:], environ={}, devices=Devices(1))
     words = shlex.split(next_command(config, signal.SIGTERM, args))
     assert words == ["maxtext", *args, *([] if name else [f"run_name={config.run_name}"])]
+
+
+def test_a_reward_run_ends_with_the_command_that_trains_with_it(tmp_path):
+    args = ["load_parameters_path=my model", f"base_output_directory={tmp_path}", "run_name=judge"]
+    data = ["dataset_type=grain", "grain_train_files=pairs.jsonl"]
+    config = load("reward.yml", [*args, *data], environ={}, devices=Devices(1))
+    assert next_command(config, None, ["reward", *args]) == "", "it wrote no model"
+    reward_model = tmp_path / "judge" / "reward_model"
+    reward_model.mkdir(parents=True)
+    words = shlex.split(next_command(config, None, ["reward", *args]))
+    assert words == [
+        "maxtext", "grpo", "my model", "problems.jsonl", f"reward_model_path={reward_model}"
+    ]  # fmt: skip

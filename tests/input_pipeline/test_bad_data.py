@@ -273,7 +273,7 @@ def broken(config, split):
         ),
         (
             "broken",
-            ":broken, record 0: cannot be read: KeyError: 'lost'; max_bad_records=0",
+            ":broken, record 0: cannot be read: KeyError: 'lost'",
             "in __getitem__",
         ),
     ],

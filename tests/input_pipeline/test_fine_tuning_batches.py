@@ -147,7 +147,7 @@ def test_dropped_rows_are_counted_and_reported(configured, caplog, monkeypatch):
     assert sum((batch["inputs_segmentation"][:, 0] > 0).sum() for batch in batches) == 16
     dropped = [record.getMessage() for record in caplog.records if "dropped" in record.message]
     assert len(dropped) == 2  # rows 5 and 10, in both epochs
-    assert "are dropped, since none of their tokens is learned: 2 so far, first" in dropped[-1]
+    assert "are dropped, since no token is trained on: 2 so far, first" in dropped[-1]
     assert dropped[-1].endswith("rows.jsonl, line 5")
 
 
@@ -317,7 +317,7 @@ def test_too_few_pairs(configured):
         make_train_iterator(config, ShardSpec(4))
 
 
-def test_rows_without_learned_tokens_are_not_read_forever(configured):
+def test_rows_without_tokens_to_train_on_are_not_read_forever(configured):
     rows = [{"messages": [{"role": "user", "content": "hi"}]}] * 3
     config = configured(rows, packing=True, num_epoch=2**31 - 1)
     with pytest.raises(ConfigError, match="has no row with a token to train on"):

@@ -176,16 +176,16 @@ def test_remarks(configured):
         return encode_row({"messages": messages}, configured(*overrides)).remarks
 
     assert remarks(CHAT) == ()
-    assert remarks([USER]) == (Remark.NOT_LEARNED,)
+    assert remarks([USER]) == (Remark.NOT_TRAINED_ON,)
     assert remarks([USER, {"role": "system", "content": "x"}, ASSISTANT]) == (
         Remark.SYSTEM_NOT_FIRST,
     )
     without_end = CHATML.replace("<|im_end|>", "")
-    assert remarks(CHAT, f"chat_template={without_end}") == (Remark.END_NOT_LEARNED,)
+    assert remarks(CHAT, f"chat_template={without_end}") == (Remark.END_NOT_TRAINED_ON,)
     content = "{{ message['content'] }}"
     marked = CHATML.replace(content, f"{{% generation %}}{content}{{% endgeneration %}}")
     assert marked != CHATML
-    assert Remark.END_NOT_LEARNED in remarks(CHAT, f"chat_template={marked}")
+    assert Remark.END_NOT_TRAINED_ON in remarks(CHAT, f"chat_template={marked}")
 
 
 def test_truncation_keeps_the_start(configured, expected):
@@ -197,7 +197,7 @@ def test_truncation_keeps_the_start(configured, expected):
     first = mask.index(1)
     assert encode_row({"messages": CHAT}, configured(f"max_target_length={first}")).mask.sum() == 1
     short = encode_row({"messages": CHAT}, configured(f"max_target_length={first - 1}"))
-    assert short.remarks == (Remark.NOT_LEARNED,)
+    assert short.remarks == (Remark.NOT_TRAINED_ON,)
 
 
 BAD_ROWS = {

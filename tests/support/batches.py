@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from maxtext.configs.types import MaxTextConfig
-from maxtext.input_pipeline import BatchIterator, DataStreams, ShardSpec, Split, loader
+from maxtext.input_pipeline import BatchIterator, DataStreams, ShardSpec, Split, truncation
 from maxtext.input_pipeline import data_stream_factory as stream_factory
 from maxtext.input_pipeline import open_data_streams as open_streams
 from maxtext.input_pipeline.row_formats import RowFormat
@@ -48,4 +48,4 @@ def data_stream_factory(config: MaxTextConfig, split: Split) -> Any:
 
 
 def truncated_share(config: MaxTextConfig) -> float | None:
-    return loader.truncated_share(config, row_format(config))
+    return truncation.truncated_share(config, row_format(config))

@@ -16,6 +16,7 @@ from typing import Any
 
 from maxtext.common.errors import ConfigError
 from maxtext.common.files import REMOTE, path_problem
+from maxtext.common.types import Json
 
 FILE_AND_OVERRIDES = "[FILE] [key=value ...]"
 COMMON = (
@@ -32,7 +33,7 @@ class ValueType:
     """The type of an option's value. `read` raises ValueError for a text of another type."""
 
     takes: str  # the end of the sentence "--port takes …"
-    read: Callable[[str], Any]
+    read: Callable[[str], object]
     choices: tuple[str, ...] = ()
     is_local: bool = True  # a URL is an error
 
@@ -77,7 +78,7 @@ class Option:
     metavar: str = ""  # of the value; none: a flag; ends with ` ...`: several values
     help: str = ""  # none: not in --help
     type: ValueType = TEXT
-    default: Any = None
+    default: object = None
     needs: tuple[str, ...] = ()  # options, one of which must be given
     excludes: tuple[str, ...] = ()  # options that may not be given with it
     aliases: tuple[str, ...] = ()
@@ -103,7 +104,7 @@ class Option:
             return []
         return [f"{self.overrides}={value}" if self.metavar else self.overrides]
 
-    def read(self, text: str) -> Any:
+    def read(self, text: str) -> object:
         """The value of a text. Raises ConfigError if it is of another type."""
         try:
             value = self.type.read(text)
@@ -159,7 +160,7 @@ class Arguments:
     words: list[str] = field(default_factory=list)
     settings: list[str] = field(default_factory=list)  # key=value that options stand for
     rest: list[str] = field(default_factory=list)  # after `--`
-    values: dict[str, Any] = field(default_factory=dict)  # of the options that are given
+    values: Json = field(default_factory=dict)  # of the options that are given
 
     def __getitem__(self, name: str) -> Any:
         """The value of an option, or its default."""

@@ -194,30 +194,30 @@ COLOURS = ("cyan", "yellow", "green", "magenta", "blue", "red")
 CONTROL = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 )
-LEARNED, NOT_LEARNED = "green", "bright_black"  # colours in fine-tuning
+TRAINED_ON, NOT_TRAINED_ON = "green", "bright_black"  # colours in fine-tuning
 MARKS = ("⟦", "⟧")
 
 
 @dataclass(frozen=True)
 class Segment:
-    """A document in a row. `learned` is a mask of the targets, or None if all of them are. `side`
+    """A document in a row. `loss_mask` is that of the targets; None: all are trained on. `side`
     is chosen or rejected in a preference pair.
     """
 
     inputs: np.ndarray
     targets: np.ndarray
-    learned: np.ndarray | None = None
+    loss_mask: np.ndarray | None = None
     side: str = ""
 
     def tokens(self) -> np.ndarray:
         """All tokens: the inputs and the last target, since targets are inputs shifted by one."""
         return np.append(self.inputs, self.targets[-1:])
 
-    def learned_tokens(self) -> np.ndarray:
+    def token_mask(self) -> np.ndarray:
         """The mask of `tokens`."""
-        if self.learned is None:
+        if self.loss_mask is None:
             return np.ones(len(self.targets) + 1, bool)
-        return np.append(False, self.learned)
+        return np.append(False, self.loss_mask)
 
 
 Row = list[Segment]
@@ -237,14 +237,14 @@ def segments(batch: dict[str, np.ndarray], row: int, masked: bool) -> Row:
     result = []
     for side, fields in sides(batch).items():
         segment_ids = fields["inputs_segmentation"][row]
-        learned = fields["targets_segmentation"][row] != 0
+        loss_mask = fields["targets_segmentation"][row] != 0
         for number in range(1, int(segment_ids.max()) + 1):
             where = segment_ids == number
             result.append(
                 Segment(
                     fields["inputs"][row][where],
                     fields["targets"][row][where],
-                    learned=learned[where] if masked else None,
+                    loss_mask=loss_mask[where] if masked else None,
                     side=side,
                 )
             )
@@ -267,17 +267,19 @@ class TextDecoder:
         )
 
     def spans(self, segment: Segment) -> Iterator[tuple[str, bool, bool]]:
-        """(text, whether it is the name of a special token, whether it is learned) of runs of
+        """(text, whether it is the name of a special token, whether it is trained on) of runs of
         tokens.
         """
-        tokens = zip(segment.tokens().tolist(), segment.learned_tokens().tolist(), strict=True)
-        for (special, learned), run in groupby(
+        tokens = zip(segment.tokens().tolist(), segment.token_mask().tolist(), strict=True)
+        for (special, trained_on), run in groupby(
             tokens, lambda token: (self.is_special(token[0]), token[1])
         ):
             if special:
-                yield from ((self.tokenizer.id_to_token(token), True, learned) for token, _ in run)
+                yield from (
+                    (self.tokenizer.id_to_token(token), True, trained_on) for token, _ in run
+                )
             else:
-                yield self.tokenizer.decode([token for token, _ in run]), False, learned
+                yield self.tokenizer.decode([token for token, _ in run]), False, trained_on
 
 
 class IdPrinter:
@@ -295,18 +297,18 @@ def visible(text: str) -> str:
 def segment_text(
     segment: Segment, decoder: TextDecoder | IdPrinter, index: int, is_plain: bool
 ) -> Any:
-    """The decoded tokens in the colour of the segment or, if it has a mask, of learned and other
-    tokens.
+    """The decoded tokens in the colour of the segment or, if it has a mask, of tokens that
+    are trained on and of others.
     """
     from rich.text import Text
 
-    line, masked, inside = Text(), segment.learned is not None, False
-    for text, special, learned in decoder.spans(segment):
+    line, masked, inside = Text(), segment.loss_mask is not None, False
+    for text, special, trained_on in decoder.spans(segment):
         colour = COLOURS[index % len(COLOURS)]
         if masked:
-            colour = LEARNED if learned else NOT_LEARNED
-        if masked and is_plain and learned != inside:
+            colour = TRAINED_ON if trained_on else NOT_TRAINED_ON
+        if masked and is_plain and trained_on != inside:
             line.append(MARKS[inside])
-            inside = learned
+            inside = trained_on
         line.append(visible(text), style=f"bold reverse {colour}" if special else colour)
     return line.append(MARKS[1]) if inside else line

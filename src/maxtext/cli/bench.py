@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from maxtext.cli import positionals
 from maxtext.cli.arguments import Arguments
@@ -21,6 +21,7 @@ from maxtext.cli.generation import load_session, note, resolve_named_model
 from maxtext.cli.terminal import format_table
 from maxtext.common import files
 from maxtext.common.errors import ConfigError
+from maxtext.common.types import Json
 from maxtext.configs.types import MaxTextConfig
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ def prompt_lengths(config: MaxTextConfig) -> list[int]:
     return [int(length) for length in lengths]
 
 
-def measure_all(llm: "LLM", config: MaxTextConfig, lengths: list[int]) -> Iterator[dict[str, Any]]:
+def measure_all(llm: "LLM", config: MaxTextConfig, lengths: list[int]) -> Iterator[Json]:
     stages = config.inference_microbenchmark_stages.replace(" ", "").split(",")
     repeats = config.inference_microbenchmark_loop_iters
     if "prefill" in stages:
@@ -78,7 +79,7 @@ def measure_all(llm: "LLM", config: MaxTextConfig, lengths: list[int]) -> Iterat
             yield measure_samples(llm, count, lengths[0], repeats)
 
 
-def measure_prefill(llm: "LLM", length: int, repeats: int) -> dict[str, Any]:
+def measure_prefill(llm: "LLM", length: int, repeats: int) -> Json:
     """The time to the first token of one prompt."""
     from maxtext.inference import GenerationRequest, SamplingParams
 
@@ -96,7 +97,7 @@ def measure_prefill(llm: "LLM", length: int, repeats: int) -> dict[str, Any]:
     }
 
 
-def measure_decode(llm: "LLM", batch: int, length: int, repeats: int) -> dict[str, Any]:
+def measure_decode(llm: "LLM", batch: int, length: int, repeats: int) -> Json:
     """The time of a decode step with a batch of sequences."""
     import jax
 
@@ -153,7 +154,7 @@ def prefill_batch(
         sequence.num_computed = max_length
 
 
-def measure_samples(llm: "LLM", count: int, length: int, repeats: int) -> dict[str, Any]:
+def measure_samples(llm: "LLM", count: int, length: int, repeats: int) -> Json:
     """The time of several completions of one prompt, as long as one decode program."""
     from maxtext.inference import GenerationRequest, SamplingParams
     from maxtext.inference.engine.batches import MAX_DECODE_STEPS
@@ -184,7 +185,7 @@ def new_prompt(llm: "LLM", length: int) -> tuple[int, ...]:
     return tuple((start + offset) % llm.config.vocab_size for offset in range(length))
 
 
-def median_seconds(function: Callable[[], Any], repeats: int) -> float:
+def median_seconds(function: Callable[[], object], repeats: int) -> float:
     """Median seconds of a call, after one that may compile."""
     function()
     seconds = []

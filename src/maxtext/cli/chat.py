@@ -105,7 +105,7 @@ class Terminal:
         self.previous_handler = signal.signal(signal.SIGINT, self.on_interrupt)
         return self
 
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         signal.signal(signal.SIGINT, self.previous_handler)
         # A thread that compiles cannot be stopped, and the interpreter must not exit during it.
         if self.reply is not None and not self.reply.join(EXIT_SECONDS):

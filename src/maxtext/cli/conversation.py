@@ -6,12 +6,13 @@ import abc
 import json
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from maxtext.cli.arguments import Arguments
 from maxtext.cli.generation import GenerationSession, note
+from maxtext.cli.positionals import split_words
 from maxtext.common import progress
 from maxtext.common.errors import ConfigError
+from maxtext.common.types import Json
 from maxtext.diagnostics.load.client import Target
 from maxtext.inference.api_client import CONTEXT_LENGTH_EXCEEDED, ApiClient, ServerError
 
@@ -44,7 +45,7 @@ class Conversation(abc.ABC):
     def __init__(self, title: str):
         self.title = title  # of the model, for the first line
         self.system = ""
-        self.messages: list[Mapping[str, Any]] = []
+        self.messages: list[Mapping[str, object]] = []
         self.noted_truncation = False
 
     @abc.abstractmethod
@@ -55,7 +56,7 @@ class Conversation(abc.ABC):
     def abort(self) -> None:
         """Called from another thread, or a signal handler, when a reply is not wanted any more."""
 
-    def with_system(self, messages: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    def with_system(self, messages: list[Mapping[str, object]]) -> list[Mapping[str, object]]:
         system = [{"role": "system", "content": self.system}] if self.system else []
         return [*system, *messages]
 
@@ -114,7 +115,7 @@ class LocalConversation(Conversation):
         self.messages = messages
         return ids
 
-    def encode(self, messages: list[Mapping[str, Any]]) -> list[int]:
+    def encode(self, messages: list[Mapping[str, object]]) -> list[int]:
         return self.session.encode_chat(self.with_system(messages))
 
 
@@ -139,16 +140,18 @@ def connect(arguments: Arguments) -> "ServerConversation":
     return ServerConversation(client, model or names[0], fields)
 
 
-def parse_fields(args: list[str]) -> dict[str, Any]:
+def parse_fields(args: list[str]) -> Json:
     """key=value arguments as fields of requests; values are JSON, or else texts."""
-    fields: dict[str, Any] = {}
-    for arg in args:
-        name, sign, text = arg.partition("=")
-        if not sign or not name.isidentifier():
-            raise ConfigError(
-                f"unknown argument {arg!r}; with --server, fields of requests are written "
-                "key=value, such as temperature=0.7"
-            )
+    words, settings = split_words(args)
+    words += [setting for setting in settings if not setting.partition("=")[0].isidentifier()]
+    if words:
+        raise ConfigError(
+            f"unknown argument {words[0]!r}; with --server, fields of requests are written "
+            "key=value, such as temperature=0.7"
+        )
+    fields: Json = {}
+    for setting in settings:
+        name, _, text = setting.partition("=")
         if name in OWN_FIELDS:
             hint = "--model NAME" if name == "model" else "the conversation sets it"
             raise ConfigError(f"{name} cannot be a field here: {hint}")
@@ -164,7 +167,7 @@ class ServerConversation(Conversation):
     length, the oldest are dropped.
     """
 
-    def __init__(self, client: ApiClient, model: str, fields: Mapping[str, Any]):
+    def __init__(self, client: ApiClient, model: str, fields: Mapping[str, object]):
         super().__init__(f"{model} at {client.url}")
         self.client = client
         self.model = model
@@ -188,7 +191,7 @@ class ServerConversation(Conversation):
                     raise
                 messages = messages[2:]
 
-    def stream_reply(self, messages: list[Mapping[str, Any]]) -> Deltas:
+    def stream_reply(self, messages: list[Mapping[str, object]]) -> Deltas:
         """The reply to these messages, which has at least one delta."""
         progress.start("waiting for the server")
         body = {**self.fields, "model": self.model, "messages": self.with_system(messages)}
@@ -214,7 +217,7 @@ class Chunk:
     num_tokens: int | None = None  # so far
 
 
-def parse_chunk(event: Mapping[str, Any]) -> Chunk:
+def parse_chunk(event: Json) -> Chunk:
     """Raises ServerError if the event is no chunk of a chat completion."""
     try:
         choice = (event.get("choices") or [{}])[0]
@@ -229,5 +232,5 @@ def parse_chunk(event: Mapping[str, Any]) -> Chunk:
         raise ServerError("the server sent an event that is no chunk of a chat") from error
 
 
-def text_of(value: Any) -> str:
+def text_of(value: object) -> str:
     return value if isinstance(value, str) else ""

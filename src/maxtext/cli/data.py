@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Mapping
 from fractions import Fraction
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -23,6 +23,11 @@ from maxtext.common.errors import ConfigError
 from maxtext.common.files import local_path
 from maxtext.common.hardware import format_bytes
 from maxtext.configs.types import MaxTextConfig
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+    from maxtext.input_pipeline import BatchIterator
 
 BATCH = "per_device_batch_size"
 MAX_DEVICES_PER_SEQUENCE = 4096
@@ -134,7 +139,7 @@ class ProgressReport:
 
     def __init__(self, title: str):
         self.title = title
-        self.bar: Any = None
+        self.bar: Progress | None = None
 
     def __enter__(self) -> "ProgressReport":
         if sys.stderr.isatty():
@@ -216,7 +221,7 @@ def measure_throughput(arguments: Arguments) -> int:
 
 
 def read_batches(
-    config: MaxTextConfig, batches: Any, start: float
+    config: MaxTextConfig, batches: "BatchIterator", start: float
 ) -> tuple[list[float], list[int], int, int]:
     """(arrival times, tokens of each batch, positions of all, exit code of a signal that ended it
     early).

@@ -1,21 +1,40 @@
-"""`maxtext data inspect`: shows the batches of training, decoded, and statistics of packing."""
+"""`maxtext data inspect`: shows the batches of training, decoded, statistics of packing, and the
+rows that cannot be used.
+"""
 
 import json
 import time
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from maxtext.cli.arguments import Arguments
-from maxtext.cli.batch_files import IdPrinter, Row, TextDecoder, segment_text, segments, sides
+from maxtext.cli.batch_files import (
+    IdPrinter,
+    Row,
+    TextDecoder,
+    segment_text,
+    segments,
+    sides,
+    visible,
+)
 from maxtext.cli.data import load_config
 from maxtext.cli.terminal import format_table
 from maxtext.common import log
 from maxtext.common.errors import ConfigError
+from maxtext.common.log import LOGGER
+from maxtext.common.types import Json
 from maxtext.configs.types import MaxTextConfig
 
+if TYPE_CHECKING:
+    from maxtext.input_pipeline import DataStreams, Split
+    from maxtext.input_pipeline.encode import RecordEncoder
+    from maxtext.input_pipeline.formats import BadRecord
+    from maxtext.input_pipeline.load_documents import BadRecordList
+
 TOKEN_SOURCES = ("synthetic", "olmo_grain")  # sources of token ids, which need no tokenizer
+MAX_CHECKED = 10_000  # rows that are read to find bad ones, besides those of the batches
 
 
 @dataclass
@@ -33,7 +52,7 @@ class BatchStatistics:
     lengths: list[int] = field(default_factory=list)  # of each segment
     seconds: list[float] = field(default_factory=list)  # waited for each batch
     first_tokens: int = 0
-    learned: int = 0  # targets that the loss counts
+    trained_on: int = 0  # targets that the loss counts
 
     def add(self, batch: dict[str, np.ndarray], seconds: float) -> None:
         self.batches += 1
@@ -50,18 +69,18 @@ class BatchStatistics:
         self.positions += segment_ids.size
         self.segments += [len(row) for row in lengths if len(row)]
         self.lengths += [int(length) for row in lengths for length in row]
-        self.learned += int(np.count_nonzero(batch["targets_segmentation"]))
+        self.trained_on += int(np.count_nonzero(batch["targets_segmentation"]))
         if self.eos_id is not None:
             full = np.array([row.max(initial=0) == segment_ids.shape[1] for row in lengths])
             self.truncated += int((full & (batch["targets"][:, -1] != self.eos_id)).sum())
 
-    def summary(self, documents: int | None) -> dict[str, Any]:
+    def summary(self, documents: int | None) -> Json:
         """The statistics as JSON data. The speed excludes the first batch, which waits for files to
         be opened.
         """
         tokens, sequences = sum(self.lengths), max(len(self.lengths), 1)
         lengths, segments = np.array(self.lengths or [0]), np.array(self.segments or [0])
-        summary: dict[str, Any] = {} if documents is None else {"documents": documents}
+        summary: Json = {} if documents is None else {"documents": documents}
         summary |= {
             "batches": self.batches,
             "rows": self.rows,
@@ -85,6 +104,20 @@ class BatchStatistics:
         return summary
 
 
+@dataclass
+class Inspected:
+    """What `maxtext data inspect` shows. `checked` is the number of rows that were read to find bad
+    ones; None if the source is read in order only.
+    """
+
+    shown: list[list[Row]]  # the first rows of each batch
+    documents: int | None = None
+    checked: int | None = None
+    bad: "list[BadRecord]" = field(default_factory=list)
+    reports: dict[str, tuple[int, str]] = field(default_factory=dict)
+    too_little: str = ""  # why training would refuse the data
+
+
 def run(arguments: Arguments) -> int:
     log.configure()
     evaluation = arguments["--eval"]
@@ -97,28 +130,47 @@ def run(arguments: Arguments) -> int:
     if isinstance(decoder, TextDecoder) and detects_truncation(config, tokenized):
         eos_id = decoder.tokenizer.eos_id
     statistics = BatchStatistics(eos_id)
-    shown, documents, reports = read_batches(
+    inspected = inspect_data(
         config, evaluation, arguments["--batches"], arguments["--rows"], statistics
     )
-    summary = statistics.summary(documents)
+    summary = statistics.summary(inspected.documents)
     if has_masks(config):
-        summary["learned_tokens"] = statistics.learned
+        summary["tokens_trained_on"] = statistics.trained_on
         summary["reports"] = [
             {"rows_that": remark, "rows": count, "first": example}
-            for remark, (count, example) in reports.items()
+            for remark, (count, example) in inspected.reports.items()
         ]
+    summary["bad_rows"] = [
+        {"file": each.path, "location": each.location, "reason": each.reason}
+        for each in inspected.bad
+    ]
+    if inspected.too_little:
+        summary["too_little_data"] = inspected.too_little
     if arguments["--json"]:
-        print(
-            json.dumps(
-                {
-                    "batches": [[row_data(row, decoder) for row in batch] for batch in shown],
-                    "summary": summary,
-                }
-            )
-        )
+        rows = [[row_data(row, decoder) for row in batch] for batch in inspected.shown]
+        print(json.dumps({"batches": rows, "summary": summary}))
     else:
-        show(shown, decoder, config.max_target_length, summary)
-    return 0
+        show(inspected.shown, decoder, config.max_target_length, summary)
+        print(describe_bad(inspected, config), end="")
+    return int(exceeds_limit(inspected, config))
+
+
+def exceeds_limit(inspected: Inspected, config: MaxTextConfig) -> bool:
+    return 0 <= config.max_bad_records < len(inspected.bad)
+
+
+def describe_bad(inspected: Inspected, config: MaxTextConfig) -> str:
+    """Every bad row on a line of its own, after their number; empty if there are none."""
+    if not inspected.bad:
+        return ""
+    total = "" if inspected.checked is None else f" among {inspected.checked:,} rows"
+    effect = "stops at them" if exceeds_limit(inspected, config) else "skips them"
+    lines = [
+        f"bad rows: {len(inspected.bad):,}{total}; with max_bad_records={config.max_bad_records} "
+        f"training {effect}",
+        *(visible(str(error)) for error in inspected.bad),
+    ]
+    return "".join(f"{line}\n" for line in lines)
 
 
 def decoder_of(config: MaxTextConfig, tokenized: bool) -> TextDecoder | IdPrinter:
@@ -144,55 +196,125 @@ def detects_truncation(config: MaxTextConfig, tokenized: bool) -> bool:
     )
 
 
-def read_batches(
+def inspect_data(
     config: MaxTextConfig, evaluation: bool, batches: int, rows: int, statistics: BatchStatistics
-) -> tuple[list[list[Row]], int | None, dict[str, tuple[int, str]]]:
-    """The first rows of each batch, the number of documents in the data if known, and the reports
-    on rows of fine-tuning.
+) -> Inspected:
+    """Read `batches` batches, of which the first `rows` rows are shown, and look for bad rows. Data
+    that does not fill a batch is padded. Raises ConfigError if there is no usable row.
     """
-    from functools import partial
-
-    from maxtext.input_pipeline import Split, open_data_streams
-    from maxtext.input_pipeline.encode import shared_encoder
+    from maxtext.input_pipeline import Split
     from maxtext.input_pipeline.encode_rows import TextEncoder
+    from maxtext.input_pipeline.interface import TooLittleData
+    from maxtext.input_pipeline.load_documents import BadRecordList
+
+    # Workers do not change the batches, and take longer to start than reading a few of them.
+    keys = {"grain_worker_count": 0, "grain_worker_count_eval": 0, "max_bad_records": -1}
+    config = config.model_copy(update=keys)
+    split = Split.EVAL if evaluation else Split.TRAIN
+    if config.dataset_type.value in TOKEN_SOURCES:
+        return read_batches(config, split, batches, rows, statistics)
+    bad = BadRecordList()
+    encoder = listing_encoder(config, split, bad)
+    try:
+        try:
+            inspected = read_batches(config, split, batches, rows, statistics)
+        except TooLittleData as error:
+            LOGGER.warning("training would refuse this data: %s", error)
+            config = config.model_copy(update={"generate_padding_batch_train": True})
+            encoder = listing_encoder(config, split, bad)
+            inspected = read_batches(config, split, batches, rows, statistics)
+            inspected.shown = [[row for row in batch if row] for batch in inspected.shown]
+            inspected.too_little = str(error)
+        inspected.checked = check_rows(config, split, encoder, bad)
+    except ConfigError as error:
+        if not bad.errors:
+            raise
+        raise unusable_rows(bad.sorted(), error) from error
+    inspected.bad = bad.sorted()
+    if isinstance(encoder, TextEncoder):
+        inspected.reports = encoder.reports.summary()
+    return inspected
+
+
+def unusable_rows(bad: "list[BadRecord]", error: ConfigError) -> ConfigError:
+    """The error for data of which nothing is left. The traceback of the user's code comes alone."""
+    failed = next((each for each in bad if each.details), None)
+    if failed is None:
+        return ConfigError(*map(str, bad), *error.problems)
+    failure = ConfigError(str(failed))
+    failure.details = failed.details
+    return failure
+
+
+def listing_encoder(config: MaxTextConfig, split: "Split", bad: "BadRecordList") -> "RecordEncoder":
+    """The encoder of a configuration, with `bad` as the list of its bad records."""
+    from maxtext.input_pipeline.encode import shared_encoder
     from maxtext.trainers.methods import method_of
 
-    start = time.perf_counter()
-    # Workers do not change the batches, and take longer to start than reading a few of them.
-    config = config.model_copy(update={"grain_worker_count": 0, "grain_worker_count_eval": 0})
-    split = Split.EVAL if evaluation else Split.TRAIN
+    encoder = shared_encoder(config, split, method_of(config).row_format(config))
+    encoder.bad_records = bad
+    return encoder
+
+
+def check_rows(
+    config: MaxTextConfig, split: "Split", encoder: "RecordEncoder", bad: "BadRecordList"
+) -> int | None:
+    """Read the first MAX_CHECKED rows of the data, so that `bad` has the bad ones and `encoder` the
+    remarks on the others. Returns how many were read, or None for a source that is read in order.
+    """
+    from maxtext.common import progress
+    from maxtext.input_pipeline.load_documents import check_documents
+    from maxtext.input_pipeline.sources import load_components
+    from maxtext.trainers.methods import method_of
+
+    components = load_components(config, split, method_of(config).row_format(config))
+    checked = 0
+    with progress.working("checking the rows of the data"):
+        for component in components:
+            left = MAX_CHECKED - checked
+            checked += check_documents(component.documents, encoder, bad, left)
+    return checked if components else None
+
+
+def open_streams(config: MaxTextConfig, split: "Split") -> "DataStreams":
+    from maxtext.input_pipeline import Split, open_data_streams
+    from maxtext.trainers.methods import method_of
+
     method = method_of(config)
-    row_format = method.row_format(config)
-    encoder = shared_encoder(config, split, row_format) if has_masks(config) else None
-    if evaluation:
-        size = config.global_batch_size_to_eval_on
-        iterator = open_data_streams(config, Split.EVAL, row_format, lambda step: size, [size])
-    else:
-        iterator = open_data_streams(
-            config,
-            Split.TRAIN,
-            row_format,
-            rows=partial(method.batches.rows_to_read, config),
-            sizes=method.batches.sizes_to_read(config),
-        )
-    if iterator is None:
+    sizes = method.batches.sizes_to_read(config)
+    if split is Split.EVAL:
+        sizes = [config.global_batch_size_to_eval_on]
+
+    def rows(step: int) -> int:
+        return sizes[0] if split is Split.EVAL else method.batches.rows_to_read(config, step)
+
+    streams = open_data_streams(config, split, method.row_format(config), rows=rows, sizes=sizes)
+    if streams is None:
         raise ConfigError(
             "--eval: the configuration has no evaluation data; set its key or leave --eval out"
         )
-    shown = []
+    return streams
+
+
+def read_batches(
+    config: MaxTextConfig, split: "Split", batches: int, rows: int, statistics: BatchStatistics
+) -> Inspected:
+    """The first rows of each batch, and the number of documents in the data if it is known."""
+    start = time.perf_counter()
+    streams = open_streams(config, split)
+    inspected = Inspected(shown=[])
+    masked = has_masks(config)
     try:
-        while statistics.batches < batches and (batch := next(iterator, None)) is not None:
+        while statistics.batches < batches and (batch := next(streams, None)) is not None:
             statistics.add(batch, time.perf_counter() - start)
             count = min(rows, len(next(iter(batch.values()))))
-            masked = has_masks(config)
-            shown.append([segments(batch, row, masked) for row in range(count)])
+            inspected.shown.append([segments(batch, row, masked) for row in range(count)])
             start = time.perf_counter()
-        stream = next(iter(iterator.get_state()["streams"].values()))
-        documents = stream["source"].get("made_by", {}).get("documents")
+        position = next(iter(streams.get_state()["streams"].values()))
+        inspected.documents = position["source"].get("made_by", {}).get("documents")
     finally:
-        iterator.close()
-    reports = encoder.reports.summary() if isinstance(encoder, TextEncoder) else {}
-    return shown, documents, reports
+        streams.close()
+    return inspected
 
 
 def has_masks(config: MaxTextConfig) -> bool:
@@ -203,15 +325,15 @@ def has_masks(config: MaxTextConfig) -> bool:
     return row_format.has_masks and config.dataset_type.value not in TOKEN_SOURCES
 
 
-def row_data(row: Row, decoder: TextDecoder | IdPrinter) -> list[dict[str, Any]]:
+def row_data(row: Row, decoder: TextDecoder | IdPrinter) -> list[Json]:
     """A row as JSON data."""
-    data: list[dict[str, Any]] = []
+    data: list[Json] = []
     for segment in row:
         data.append({"inputs": segment.inputs.tolist(), "targets": segment.targets.tolist()})
         if segment.side:
             data[-1]["side"] = segment.side
-        if segment.learned is not None:
-            data[-1]["learned"] = segment.learned.astype(int).tolist()
+        if segment.loss_mask is not None:
+            data[-1]["loss_mask"] = segment.loss_mask.astype(int).tolist()
         if isinstance(decoder, TextDecoder):
             data[-1]["text"] = "".join(text for text, _, _ in decoder.spans(segment))
     return data
@@ -221,7 +343,7 @@ def row_data(row: Row, decoder: TextDecoder | IdPrinter) -> list[dict[str, Any]]
 
 
 def show(
-    shown: list[list[Row]], decoder: TextDecoder | IdPrinter, length: int, summary: dict[str, Any]
+    shown: list[list[Row]], decoder: TextDecoder | IdPrinter, length: int, summary: Json
 ) -> None:
     from rich.console import Console
     from rich.text import Text
@@ -254,7 +376,7 @@ def show(
         )
 
 
-def table(summary: dict[str, Any]) -> list[tuple[str, str]]:
+def table(summary: Json) -> list[tuple[str, str]]:
     segments_per_row, length = summary["segments_a_row"], summary["length"]
     rows = [("documents", f"{summary['documents']:,}")] if "documents" in summary else []
     rows += [
@@ -262,8 +384,8 @@ def table(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("rows", f"{summary['rows']:,}"),
         ("tokens", f"{summary['tokens']:,}"),
     ]
-    if "learned_tokens" in summary:
-        rows.append(("learned tokens", f"{summary['learned_tokens']:,}"))
+    if "tokens_trained_on" in summary:
+        rows.append(("tokens trained on", f"{summary['tokens_trained_on']:,}"))
     rows += [
         ("packing efficiency", f"{summary['packing_efficiency']:.2%}"),
         ("segments per row, mean", f"{segments_per_row['mean']:.2f}"),

@@ -5,7 +5,6 @@ In a pipe, standard output is the completion and nothing else; timings go to sta
 
 import sys
 import time
-from typing import Any
 
 from maxtext.cli import positionals
 from maxtext.cli.arguments import Arguments
@@ -69,7 +68,7 @@ def check_sampling(config: MaxTextConfig) -> None:
 
 def build_requests(
     session: GenerationSession, prompt_ids: list[int], max_new_tokens: int, count: int
-) -> list[Any]:
+) -> list[object]:
     """The same prompt `count` times, each with its own seed."""
     from maxtext.inference import GenerationRequest, SamplingParams
 

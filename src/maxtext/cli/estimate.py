@@ -5,12 +5,13 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING
 
 from maxtext.cli import positionals
 from maxtext.cli.arguments import Arguments
 from maxtext.cli.compile import load_for_target
 from maxtext.common.hardware import format_bytes
+from maxtext.common.types import Json
 from maxtext.configs.types import MaxTextConfig
 from maxtext.trainers.memory.estimate import (
     Estimate,
@@ -20,6 +21,9 @@ from maxtext.trainers.memory.estimate import (
     estimate_memory,
     suggest_plans,
 )
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 WIDTH = 110  # of tables, if the output is no terminal
 TOO_SMALL = 2  # exit code
@@ -125,7 +129,7 @@ def show(estimate: Estimate, plans: dict[str, Plan | None]) -> None:
         console.print(line, markup=False)
 
 
-def collectives_table(program: Program) -> Any:
+def collectives_table(program: Program) -> "Table | str":
     if program.collectives is None:
         from rich.markup import escape
 
@@ -139,7 +143,7 @@ def collectives_table(program: Program) -> Any:
     )
 
 
-def build_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Any:
+def build_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> "Table":
     from rich.table import Table
 
     table = Table(
@@ -153,7 +157,7 @@ def build_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
     return table
 
 
-def policy_table(estimate: Estimate) -> Any:
+def policy_table(estimate: Estimate) -> "Table":
     rows = []
     for saved in estimate.policies:
         plan, largest = estimate.plan(saved, estimate.rows), estimate.largest_batch(saved)
@@ -234,7 +238,7 @@ def describe_needs(plan: Plan) -> str:
     return f"{format_bytes(plan.measured)}, compiled; {format_bytes(plan.expected)} was expected"
 
 
-def to_json(estimate: Estimate, plans: dict[str, Plan | None]) -> dict[str, Any]:
+def to_json(estimate: Estimate, plans: dict[str, Plan | None]) -> Json:
     """The JSON output; all sizes in bytes of one device."""
     config, target = estimate.config, estimate.target
     return {

@@ -8,7 +8,6 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from maxtext.cli import positionals
 from maxtext.cli.arguments import Arguments
@@ -23,6 +22,7 @@ from maxtext.cli.terminal import CountBar, format_table
 from maxtext.common import progress
 from maxtext.common.errors import ConfigError
 from maxtext.common.extras import require
+from maxtext.common.types import Json
 
 USELESS = {
     "prompt": "prompts are those of the texts and tasks",
@@ -90,7 +90,7 @@ def resolve(parsed: EvalArguments) -> ResolvedModel:
     return model
 
 
-def run_perplexity(parsed: EvalArguments) -> tuple[list[Row], dict[str, Any]]:
+def run_perplexity(parsed: EvalArguments) -> tuple[list[Row], Json]:
     from maxtext.inference.evaluation import perplexity
     from maxtext.inference.evaluation.tasks import build_report
 
@@ -115,7 +115,7 @@ def run_perplexity(parsed: EvalArguments) -> tuple[list[Row], dict[str, Any]]:
     return table, build_report(model.path, model.config, record, settings)
 
 
-def run_tasks(parsed: EvalArguments) -> tuple[list[Row], dict[str, Any]]:
+def run_tasks(parsed: EvalArguments) -> tuple[list[Row], Json]:
     # Read when the packages are imported: the command has a progress bar of its own.
     for variable in ("TQDM_DISABLE", "HF_DATASETS_DISABLE_PROGRESS_BARS"):
         os.environ.setdefault(variable, "1")
@@ -155,7 +155,7 @@ def run_tasks(parsed: EvalArguments) -> tuple[list[Row], dict[str, Any]]:
     return tasks.score_rows(results), build_report(model.path, model.config, scores, settings)
 
 
-def run_builtin(parsed: EvalArguments) -> tuple[list[Row], dict[str, Any]]:
+def run_builtin(parsed: EvalArguments) -> tuple[list[Row], Json]:
     from maxtext.inference.evaluation import run_benchmarks
     from maxtext.inference.evaluation.tasks import build_report
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from maxtext.common import log, progress
 from maxtext.common.errors import ConfigError, UserError
@@ -80,7 +80,7 @@ class GenerationSession:
             return self.tokenizer.encode_prompt(text)
         return self.tokenizer.encode_with_specials(text)
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    def encode_chat(self, messages: Sequence[Mapping[str, object]]) -> list[int]:
         """The ids of a chat, up to where the model's message begins."""
         return self.tokenizer.encode_with_specials(
             self.chat_template.render(messages, add_generation_prompt=True)

@@ -1,7 +1,6 @@
 """`maxtext inspect`: shows the contents of a checkpoint and verifies its files."""
 
 import json
-from typing import Any
 
 from maxtext.adapters import peft
 from maxtext.checkpoint import steps
@@ -10,6 +9,7 @@ from maxtext.cli.arguments import Arguments
 from maxtext.cli.terminal import format_table
 from maxtext.common.errors import UserError
 from maxtext.common.hub import find_folder
+from maxtext.common.types import Json
 
 
 def run(arguments: Arguments) -> int:
@@ -55,7 +55,7 @@ def cells(row: TensorRow) -> tuple[str, ...]:
     return row.name, shape, row.tensor.dtype.name, size(row.tensor.nbytes), row.sharding
 
 
-def describe(value: Any) -> str:
+def describe(value: object) -> str:
     return (
         ", ".join(f"{key} {item}" for key, item in value.items())
         if isinstance(value, dict)
@@ -71,7 +71,7 @@ def size(count: float) -> str:
     return f"{count:.2f} GB"
 
 
-def plain(summary: CheckpointSummary) -> dict[str, Any]:
+def plain(summary: CheckpointSummary) -> Json:
     """The summary as JSON data."""
     return {
         "path": str(summary.path),

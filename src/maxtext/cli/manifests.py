@@ -10,7 +10,6 @@ import math
 import re
 import shlex
 from collections.abc import Callable
-from typing import Any
 
 import yaml
 
@@ -19,6 +18,7 @@ from maxtext.cli.arguments import Arguments, parse
 from maxtext.cli.commands import COMMANDS
 from maxtext.common.errors import ConfigError
 from maxtext.common.rendezvous import DEFAULT_PORT
+from maxtext.common.types import Json
 from maxtext.configs import sources
 from maxtext.configs.load import peek_setting
 
@@ -77,7 +77,7 @@ def jobset(options: Arguments, name: str, args: list[str]) -> str:
             {"name": "JAX_COORDINATOR_ADDRESS", "value": address},
             {"name": "JAX_PROCESS_COUNT", "value": str(hosts)},
         ]
-    container: dict[str, Any] = {
+    container: Json = {
         "name": "train",
         "image": options["--image"] or "maxtext:latest",
         "command": ["maxtext", "train"],
@@ -90,7 +90,7 @@ def jobset(options: Arguments, name: str, args: list[str]) -> str:
     }
     if limits:
         container["resources"] = {"limits": limits}
-    pod: dict[str, Any] = {
+    pod: Json = {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": options["--grace"] or 120,
         "containers": [container],
@@ -113,7 +113,7 @@ def jobset(options: Arguments, name: str, args: list[str]) -> str:
         "podFailurePolicy": {"rules": [{"action": "FailJob", "onExitCodes": wrong_configuration}]},
         "template": {"metadata": {"labels": {"app": name}}, "spec": pod},
     }
-    metadata: dict[str, Any] = {"name": name, "labels": {"app": name}}
+    metadata: Json = {"name": name, "labels": {"app": name}}
     if options["--tpu-topology"]:
         metadata["annotations"] = {
             "alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"

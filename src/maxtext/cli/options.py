@@ -4,7 +4,6 @@
 
 import json
 import re
-from typing import Any
 
 from maxtext.cli.arguments import (
     ANY_TEXT,
@@ -15,6 +14,7 @@ from maxtext.cli.arguments import (
     whole_number,
 )
 from maxtext.common.files import local_path
+from maxtext.common.types import Json
 
 ALLOWED_HOST = re.compile(r"\*|(\.?[\w-]+(\.[\w-]+)*|\[[0-9a-f:]+\])(:[0-9]+)?", re.ASCII)
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s?#@A-Z]+")  # of a page; browsers send lower case
@@ -42,7 +42,7 @@ def read_root_path(text: str) -> str:
     return text
 
 
-def read_json_object(text: str) -> dict[str, Any]:
+def read_json_object(text: str) -> Json:
     try:
         value = json.loads(text)
     except RecursionError:
@@ -188,8 +188,8 @@ SERVE = (
     ),
     Option(
         "--allowed-hosts", "NAME ...",
-        "host names that clients may use, besides localhost, IP addresses and --host; .NAME: NAME "
-        "and its subdomains; *: any",
+        "host names that clients may use, besides IP addresses, names without a dot such as "
+        "localhost, and --host; .NAME: NAME and its subdomains; *: any",
         HOST,
     ),
     Option(

@@ -5,7 +5,7 @@ import logging
 import socket
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from maxtext.cli import positionals
 from maxtext.cli.arguments import Arguments
@@ -23,6 +23,7 @@ from maxtext.common.extras import require
 from maxtext.common.hub import model_name
 from maxtext.common.log import LOGGER, print_status
 from maxtext.common.processes import raise_descriptor_limit
+from maxtext.common.types import Json
 
 if TYPE_CHECKING:
     from maxtext.inference.server.app import ServerOptions
@@ -52,7 +53,7 @@ class ServeArguments:
     names: list[str]
     max_queue: int
     drain_timeout: float
-    template_defaults: dict[str, Any]
+    template_defaults: Json
     uses_generation_config: bool
     tool_parser: str | None  # None: by the chat template
     reasoning_parser: str | None
@@ -254,7 +255,7 @@ def server_options(arguments: Arguments, allowed_hosts: tuple[str, ...]) -> "Ser
     )
 
 
-def template_defaults(arguments: Arguments) -> dict[str, Any]:
+def template_defaults(arguments: Arguments) -> Json:
     from maxtext.tokenizers.chat import RESERVED_VARIABLES
 
     variables = arguments["--default-chat-template-kwargs"] or {}

@@ -3,9 +3,12 @@
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from maxtext.common.log import print_status
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
 
 LOG_SECONDS = 10.0  # between two lines of progress where there is no terminal
 
@@ -65,8 +68,8 @@ class CountBar:
     """
 
     def __init__(self) -> None:
-        self.bar: Any = None
-        self.task: Any = None
+        self.bar: Progress | None = None
+        self.task: TaskID | None = None
         self.description = ""
         self.logged_at = time.monotonic()
 
@@ -77,7 +80,7 @@ class CountBar:
         if self.bar is not None:
             self.bar.stop()
 
-    def start(self) -> None:
+    def start(self) -> "Progress":
         from rich.console import Console
         from rich.progress import (
             BarColumn,
@@ -93,16 +96,16 @@ class CountBar:
             MofNCompleteColumn(),
             TimeRemainingColumn(),
         )
-        self.bar = Progress(*columns, console=Console(stderr=True))
-        self.bar.start()
+        bar = Progress(*columns, console=Console(stderr=True))
+        bar.start()
+        return bar
 
     def __call__(self, done: int, total: int, description: str) -> None:
         if sys.stderr.isatty():
-            if self.bar is None:
-                self.start()
+            bar = self.bar = self.bar or self.start()
             if self.task is None or description != self.description:
-                self.task = self.bar.add_task(description, total=total)
-            self.bar.update(self.task, completed=done, total=total)
+                self.task = bar.add_task(description, total=total)
+            bar.update(self.task, completed=done, total=total)
         elif time.monotonic() - self.logged_at >= LOG_SECONDS:
             self.logged_at = time.monotonic()
             print_status(f"{description}: {done:,} of {total:,}")

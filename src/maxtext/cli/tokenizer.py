@@ -2,16 +2,17 @@
 
 import contextlib
 import json
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from maxtext.cli.arguments import Arguments
+from maxtext.cli.positionals import split_words
 from maxtext.cli.terminal import ProgressBar
 from maxtext.common.errors import ConfigError
 from maxtext.common.files import local_path
+from maxtext.common.types import Json
 from maxtext.configs.types import MaxTextConfig
 
 if TYPE_CHECKING:
@@ -61,19 +62,13 @@ def load_config(arguments: Arguments) -> tuple[MaxTextConfig, list[str]]:
     from maxtext.input_pipeline.formats import find_files
     from maxtext.models.configuration import load
 
-    patterns = []
-    overrides = list(arguments.settings)
-    for arg in arguments.words:
-        key = arg.partition("=")[0]
-        if "=" in arg and not os.path.exists(arg):
-            if key not in KEYS:
-                raise ConfigError(
-                    f"{key} has no effect on tokenizer training; the keys are {', '.join(KEYS)}"
-                )
-            overrides.append(arg)
-        else:
-            patterns.append(arg)
-    config = load(None, overrides, devices=Devices(1))
+    patterns, overrides = split_words(arguments.words)
+    for key in (override.partition("=")[0] for override in overrides):
+        if key not in KEYS:
+            raise ConfigError(
+                f"{key} has no effect on tokenizer training; the keys are {', '.join(KEYS)}"
+            )
+    config = load(None, [*arguments.settings, *overrides], devices=Devices(1))
     if len(config.train_data_columns) != 1:
         raise ConfigError(f"train_data_columns={config.train_data_columns}: name one column")
     if not patterns:
@@ -150,9 +145,9 @@ def inspect(arguments: Arguments) -> int:
     return 0
 
 
-def description(tokenizer: "Tokenizer", text: str | None) -> dict[str, Any]:
+def description(tokenizer: "Tokenizer", text: str | None) -> Json:
     ids = {"bos": tokenizer.bos_id, "eos": tokenizer.eos_id, "pad": tokenizer.pad_id}
-    details: dict[str, Any] = {
+    details: Json = {
         "name": tokenizer.name,
         "kind": tokenizer.kind,
         "vocab_size": tokenizer.vocab_size,
@@ -173,7 +168,7 @@ def description(tokenizer: "Tokenizer", text: str | None) -> dict[str, Any]:
     return details
 
 
-def show(details: dict[str, Any]) -> None:
+def show(details: Json) -> None:
     from rich.console import Console
     from rich.text import Text
 

@@ -1,5 +1,5 @@
-"""`maxtext train`, `sft`, `dpo`, `orpo`, `distill` and `grpo`: training from a configuration; and
-`maxtext distill-logits`.
+"""`maxtext train`, `sft`, `dpo`, `orpo`, `distill`, `reward` and `grpo`: training from a
+configuration; and `maxtext distill-logits`.
 """
 
 import logging
@@ -100,11 +100,15 @@ def train_run(path: str | None, overrides: list[str], command: Sequence[str]) ->
 
 
 def next_command(config: MaxTextConfig, signal: int | None, command: Sequence[str]) -> str:
-    """The next command after a run: `command` again if a signal ended it, else one that generates
-    text with its weights; empty if the run left nothing for that."""
+    """The next command after a run: `command` again if a signal ended it, else one that uses its
+    weights: it generates text, or trains with a reward model. Empty if the run left none."""
     from maxtext.configs.derive import run_folder
     from maxtext.tokenizers import chat_template, load_tokenizer
-    from maxtext.trainers.checkpointing.export import ADAPTER_FOLDER, STUDENT_FOLDER
+    from maxtext.trainers.checkpointing.export import (
+        ADAPTER_FOLDER,
+        REWARD_FOLDER,
+        STUDENT_FOLDER,
+    )
     from maxtext.trainers.trainable import has_adapters
 
     folder = run_folder(config)
@@ -113,7 +117,12 @@ def next_command(config: MaxTextConfig, signal: int | None, command: Sequence[st
         name = [] if config.has_lasting_name else [f"run_name={config.run_name}"]
         return shlex.join(["maxtext", *command, *name]) if has_checkpoint else ""
     if config.num_labels:  # a reward model, which generates nothing
-        return ""
+        reward_model = os.path.join(folder, REWARD_FOLDER)
+        policy = config.load_parameters_path
+        if not policy or has_adapters(config) or not os.path.isdir(reward_model):
+            return ""
+        words = [policy, "problems.jsonl", f"reward_model_path={reward_model}"]
+        return shlex.join(["maxtext", "grpo", *words])
     model, adapter = folder if has_checkpoint else "", []
     if has_adapters(config):
         model = config.load_parameters_path

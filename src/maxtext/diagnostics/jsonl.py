@@ -32,7 +32,7 @@ def encode(values: Mapping[str, object], indent: int | None = None) -> str:
     return json.dumps(replace_nonfinite(values), indent=indent, allow_nan=False, default=str)
 
 
-def replace_nonfinite(value: object) -> Any:
+def replace_nonfinite(value: object) -> object:
     """A copy with null for non-finite numbers; a mapping also gets an entry `not_finite`."""
     if hasattr(value, "item") and getattr(value, "shape", None) == ():  # a scalar of numpy or JAX
         value = value.item()

@@ -9,7 +9,6 @@ evaluation has `step` and `eval_loss`. None means unknown.
 """
 
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
@@ -29,8 +28,8 @@ def to_record(metrics: Mapping[str, object]) -> Record:
     return {name: to_python_number(value) for name, value in metrics.items()}
 
 
-def to_python_number(value: Any) -> float | int | None:
-    if value is None or type(value) in (int, float):
+def to_python_number(value: object) -> float | int | None:
+    if value is None or (isinstance(value, int | float) and type(value) in (int, float)):
         return value
     array = np.asarray(value)
     if array.shape != ():

@@ -21,7 +21,6 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from maxtext.common.crc32c import masked_crc32c
 from maxtext.common.errors import ConfigError
@@ -130,7 +129,7 @@ class Prometheus:
                 "choose another port, or 0 for none"
             ) from error
 
-    def collect(self) -> Iterator[Any]:
+    def collect(self) -> Iterator[object]:
         """The gauges, as prometheus_client asks for them at each scrape."""
         with self.lock:
             values = dict(self.values)

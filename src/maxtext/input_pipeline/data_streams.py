@@ -308,7 +308,7 @@ def merge_states(states: Iterable[State]) -> State:
     return merged
 
 
-def merge_values(first: Any, second: Any, path: str) -> Any:
+def merge_values(first: object, second: object, path: str) -> Any:
     if isinstance(first, dict) and isinstance(second, dict):
         both = first | second
         return {

@@ -7,12 +7,13 @@ token ids.
 import json
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
 import numpy as np
 
 from maxtext.common.errors import ConfigError, UserError
+from maxtext.common.types import Json
 from maxtext.configs.types import MaxTextConfig
 from maxtext.input_pipeline.encode_rows import TextEncoder
 from maxtext.input_pipeline.formats import Record, UnusableRecord
@@ -21,6 +22,7 @@ from maxtext.tokenizers import load_tokenizer
 from maxtext.tokenizers.chat import chat_template
 
 if TYPE_CHECKING:
+    from maxtext.input_pipeline.load_documents import BadRecordList
     from maxtext.input_pipeline.row_formats import RowFormat
 
 # Encoders in use
@@ -62,6 +64,8 @@ def shared_encoder(config: MaxTextConfig, split: Split, row_format: "RowFormat")
 
 
 class Encoder:
+    bad_records: "BadRecordList | None" = None  # lists those of all streams, if it is set
+
     def __init__(self, config: MaxTextConfig, split: Split):
         self.columns = data_columns(config, split)
         self.vocab_size = config.vocab_size
@@ -101,15 +105,15 @@ class Encoder:
             )
         return values[0]
 
-    def encode(self, prepared: Sequence[Any]) -> list[np.ndarray]:
+    def encode(self, prepared: Sequence[str | np.ndarray]) -> list[np.ndarray]:
         """The token ids of prepared records, int32 [n] each. Empty texts are skipped."""
         if self.tokenizer is None:
-            return list(prepared)
-        texts = [text for text in prepared if text]
+            return [tokens for tokens in prepared if isinstance(tokens, np.ndarray)]
+        texts = [text for text in prepared if isinstance(text, str) and text]
         encoded = self.tokenizer.encode_batch(texts, specials=self.template is not None)
         return [np.concatenate([self.before, ids, self.after]) for ids in encoded]
 
-    def value(self, record: Record, column: str) -> Any:
+    def value(self, record: Record, column: str) -> object:
         if column not in record:
             raise UnusableRecord(
                 f"there is no column {column}, only "
@@ -117,7 +121,7 @@ class Encoder:
             )
         return record[column]
 
-    def tokens(self, value: Any) -> np.ndarray:
+    def tokens(self, value: object) -> np.ndarray:
         tokens = np.asarray(value) if isinstance(value, list | tuple | np.ndarray) else np.array("")
         if tokens.ndim == 1 and not tokens.size:
             return np.zeros(0, np.int32)
@@ -130,7 +134,7 @@ class Encoder:
             raise UnusableRecord(f"its token id {wrong} is outside vocab_size={self.vocab_size}")
         return tokens.astype(np.int32)
 
-    def messages(self, values: list[Any]) -> list[dict[str, Any]]:
+    def messages(self, values: list[object]) -> list[Json]:
         if len(values) == 2:
             prompt, completion = values
             return [
@@ -161,5 +165,5 @@ def special(token: int | None, wanted: bool) -> np.ndarray:
     return np.array([token] if wanted and token is not None else [], np.int32)
 
 
-def describe(value: Any) -> str:
+def describe(value: object) -> str:
     return "nothing" if value is None else f"a value of type {type(value).__name__}"

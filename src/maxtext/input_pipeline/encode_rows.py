@@ -10,12 +10,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.common.trees import common_prefix_length
+from maxtext.common.types import Json
 from maxtext.configs.sources import is_preset
 from maxtext.configs.types import MaxTextConfig
 from maxtext.input_pipeline.formats import Record, UnusableRecord
@@ -49,7 +50,10 @@ from maxtext.tokenizers import Tokenizer, load_tokenizer
 from maxtext.tokenizers.assistant_mask import tokenize_chat
 from maxtext.tokenizers.chat import ChatTemplate, chat_template
 
-DROPPED = {Remark.NOT_LEARNED, Remark.CUT_EQUAL}  # remarks on rows and pairs without a gradient
+if TYPE_CHECKING:
+    from maxtext.input_pipeline.load_documents import BadRecordList
+
+DROPPED = {Remark.NOT_TRAINED_ON, Remark.CUT_EQUAL}  # remarks on rows and pairs without a gradient
 
 
 @dataclass(frozen=True)
@@ -81,6 +85,9 @@ class EncodedPrompt:
     ids: np.ndarray
     record: Record
     remarks: tuple[Remark, ...] = ()
+
+
+EncodedRecord = EncodedRow | EncodedPair | EncodedPrompt
 
 
 def encode_row(
@@ -137,6 +144,7 @@ class TextEncoder(ABC):
     max_columns: ClassVar[int] = 2
     columns_wanted: ClassVar[str] = "one form of rows"
     may_have_prompt_template: ClassVar[bool] = False
+    bad_records: "BadRecordList | None" = None  # lists those of all streams, if it is set
 
     def __init__(self, config: MaxTextConfig, split: Split, tokenizer: Tokenizer | None = None):
         self.columns = self.text_columns(config, split)
@@ -166,14 +174,14 @@ class TextEncoder(ABC):
         return columns
 
     @abstractmethod
-    def prepare(self, record: Record) -> Any:
+    def prepare(self, record: Record) -> EncodedRecord:
         """The tokens of a record, with its remarks. Raises UnusableRecord."""
 
-    def position_fingerprint(self) -> dict[str, Any]:
+    def position_fingerprint(self) -> Json:
         """The settings that change the tokens of a row, and with them every data position."""
         return {"add_bos": self.add_bos, "add_eos": self.add_eos}
 
-    def encode(self, prepared: Sequence[Any]) -> list[Any]:
+    def encode(self, prepared: Sequence[EncodedRecord]) -> list[EncodedRecord]:
         """The prepared rows that are trained on."""
         return [row for row in prepared if not DROPPED & set(row.remarks)]
 
@@ -218,7 +226,7 @@ class RowEncoder(TextEncoder):
         super().__init__(config, split, tokenizer)
         self.completion_only = config.sft_train_on_completion_only
 
-    def position_fingerprint(self) -> dict[str, Any]:
+    def position_fingerprint(self) -> Json:
         return {
             **super().position_fingerprint(),
             "sft_train_on_completion_only": self.completion_only,
@@ -235,13 +243,13 @@ class RowEncoder(TextEncoder):
         remarks = []
         if isinstance(row, Conversation) and has_late_system(row.messages):
             remarks.append(Remark.SYSTEM_NOT_FIRST)
-        if isinstance(row, Conversation) and not self.learns_end(ids, mask):
-            remarks.append(Remark.END_NOT_LEARNED)
+        if isinstance(row, Conversation) and not self.trains_on_end(ids, mask):
+            remarks.append(Remark.END_NOT_TRAINED_ON)
         if len(ids) > self.length + 1:
             ids, mask = ids[: self.length + 1], mask[: self.length + 1]
             remarks.append(Remark.TRUNCATED)
         if not mask[1:].any():
-            remarks = [Remark.NOT_LEARNED]
+            remarks = [Remark.NOT_TRAINED_ON]
         return EncodedRow(ids, mask, tuple(remarks))
 
     def text(self, row: TextRow | PromptCompletion) -> tuple[np.ndarray, np.ndarray]:
@@ -273,7 +281,7 @@ class RowEncoder(TextEncoder):
         ids = np.array(self.tokenizer.encode_with_specials(text), np.int32)
         return ids, np.ones(len(ids), bool)
 
-    def learns_end(self, ids: np.ndarray, mask: np.ndarray) -> bool:
+    def trains_on_end(self, ids: np.ndarray, mask: np.ndarray) -> bool:
         """Whether a run of tokens that are trained on ends with a special token, or there is
         none."""
         ends = np.flatnonzero(mask & ~np.append(mask[1:], False))
@@ -293,7 +301,7 @@ class PairEncoder(TextEncoder):
         super().__init__(config, split, tokenizer)
         self.max_prompt_length = config.max_prompt_length
 
-    def position_fingerprint(self) -> dict[str, Any]:
+    def position_fingerprint(self) -> Json:
         return {**super().position_fingerprint(), "max_prompt_length": self.max_prompt_length}
 
     def prepare(self, record: Record) -> EncodedPair:
@@ -316,7 +324,7 @@ class PairEncoder(TextEncoder):
             remarks.append(Remark.PROMPT_TRUNCATED)
             prompt = prompt[len(prompt) - length :]
         if not prompt and min(len(chosen), len(rejected)) < 2:  # nothing to predict it from
-            remarks = [Remark.NOT_LEARNED]
+            remarks = [Remark.NOT_TRAINED_ON]
         most = self.length + 1 - len(prompt)
         if max(len(chosen), len(rejected)) > most:
             chosen, rejected = chosen[:most], rejected[:most]
@@ -417,7 +425,7 @@ class PromptEncoder(TextEncoder):
         else:
             self.prompt_template = PromptTemplate.from_config(config)
 
-    def position_fingerprint(self) -> dict[str, Any]:
+    def position_fingerprint(self) -> Json:
         return {
             **super().position_fingerprint(),
             "max_prefill_predict_length": self.max_prompt_length,
@@ -456,7 +464,7 @@ class PromptEncoder(TextEncoder):
         columns = formatted | {"prompt": prompt}
         return EncodedPrompt(np.array(ids, np.int32), columns, remarks)
 
-    def encode(self, prepared: Sequence[EncodedPrompt]) -> list[EncodedPrompt]:
+    def encode(self, prepared: Sequence[EncodedRecord]) -> list[EncodedRecord]:
         return [prompt for prompt in prepared if not prompt.remarks]
 
 

@@ -9,10 +9,12 @@ import importlib
 import importlib.util
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.common.files import local_path, read_json_object
+from maxtext.common.types import Json
 from maxtext.configs.types import MaxTextConfig
 from maxtext.input_pipeline.formats import Record, UnusableRecord
 from maxtext.input_pipeline.user_code import failure
@@ -26,7 +28,7 @@ class FormattingFunction:
     other processes.
     """
 
-    def __init__(self, path: str, kwargs: dict[str, Any]):
+    def __init__(self, path: str, kwargs: Json):
         self.path = path
         self.kwargs = kwargs
         self.function = load_function(path)
@@ -42,7 +44,7 @@ class FormattingFunction:
             return None
         return cls(config.formatting_func_path, config.formatting_func_kwargs)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.path, self.kwargs)
 
     def __call__(self, record: Record) -> Record:
@@ -58,7 +60,7 @@ class FormattingFunction:
 
 
 def call_user_function(
-    setting: str, function: Callable[..., Any], *args: Any, **kwargs: Any
+    setting: str, function: Callable[..., Any], *args: object, **kwargs: object
 ) -> Any:
     """The result of the function of `setting`. Raises UnusableRecord if it fails."""
     try:
@@ -98,7 +100,7 @@ def load_function(path: str, key: str = "formatting_func_path") -> Callable[...,
     return function
 
 
-def load_file(file: str, key: str) -> Any:
+def load_file(file: str, key: str) -> ModuleType:
     path = local_path(file)
     if not path.is_file():
         raise ConfigError(f"{key}: there is no file {file}")
@@ -110,7 +112,7 @@ def load_file(file: str, key: str) -> Any:
     return module
 
 
-def read_template_config(path: Any) -> dict[str, Any]:
+def read_template_config(path: object) -> Json:
     if not isinstance(path, str) or not Path(path).expanduser().is_file():
         raise ConfigError(f"formatting_func_kwargs: template_path={path} is no file")
     return read_json_object(Path(path).expanduser())

@@ -11,7 +11,6 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -79,7 +78,7 @@ def read_mixture_file(path: str) -> list[Entry]:
     except UnicodeDecodeError as error:
         raise ConfigError(f"{key}: {path} is not UTF-8 (byte {error.start})") from error
     try:
-        table: Any = (
+        table: object = (
             json.loads(text) if text.lstrip().startswith(("{", "[")) else yaml.safe_load(text)
         )
     except (ValueError, yaml.YAMLError) as error:
@@ -112,7 +111,7 @@ def read_mixture_file(path: str) -> list[Entry]:
     return entries
 
 
-def parse_weight(where: str, value: Any) -> float:
+def parse_weight(where: str, value: str | float) -> float:
     try:
         weight = float(value)
     except (TypeError, ValueError):

@@ -18,6 +18,7 @@ import grain
 
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.common.extras import require
+from maxtext.common.types import Json
 from maxtext.configs.types import MaxTextConfig
 from maxtext.input_pipeline.encode import columns_to_read
 from maxtext.input_pipeline.encode_rows import TextEncoder, check_columns
@@ -149,7 +150,7 @@ def open_stream(
     """The `datasets` stream of the records of a shard."""
     datasets = require("datasets", "dataset_type=hf with a name of the hub")
     files, names = named_files(config, split), columns_to_read(config, split, row_format)
-    data_files: Any = [part.strip() for part in files.split(",") if part.strip()] or None
+    data_files = [part.strip() for part in files.split(",") if part.strip()] or None
     wanted = (
         config.train_split
         if split is Split.TRAIN or not config.hf_eval_split
@@ -216,7 +217,7 @@ class StreamingIterator(grain.DatasetIterator):
         self.dataset = dataset
         self.move(0, 0, None)
 
-    def move(self, epoch: int, number: int, position: dict[str, Any] | None) -> None:
+    def move(self, epoch: int, number: int, position: Json | None) -> None:
         self.epoch, self.number = epoch, number
         self.stream = self.dataset.make()
         if position is not None:
@@ -241,10 +242,10 @@ class StreamingIterator(grain.DatasetIterator):
             return self.number - 1, record
         raise StopIteration
 
-    def get_state(self) -> dict[str, Any]:
+    def get_state(self) -> Json:
         # A copy, since `datasets` changes the state in place.
         position = copy.deepcopy(self.stream.state_dict()) if self.number else None
         return {"epoch": self.epoch, "number": self.number, "position": position}
 
-    def set_state(self, state: dict[str, Any]) -> None:
+    def set_state(self, state: Json) -> None:
         self.move(state["epoch"], state["number"], state["position"])

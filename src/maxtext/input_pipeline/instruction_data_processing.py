@@ -2,16 +2,16 @@
 
 import re
 from collections.abc import Mapping
-from typing import Any
 
 from maxtext.common.errors import ConfigError
+from maxtext.common.types import Json
 
 PLACEHOLDER = re.compile(r"(?<!\{)\{(\w+)\}(?!\})")
 
 
 def math_qa_formatting(
-    example: Mapping[str, Any], template_config: Mapping[str, str] | None = None
-) -> dict[str, Any]:
+    example: Mapping[str, str], template_config: Mapping[str, str] | None = None
+) -> Json:
     """A question and its answer as a conversation.
 
     `template_config` may have PROMPT_TEMPLATE with {question}, and COMPLETION_TEMPLATE with

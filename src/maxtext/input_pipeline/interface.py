@@ -17,18 +17,19 @@ A row of a prompt has its tokens as inputs, no targets, and in RECORD, of dtype 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from maxtext.common.errors import ConfigError, UserError
+from maxtext.common.types import Json
 from maxtext.configs.types import MaxTextConfig
 
 if TYPE_CHECKING:
     from maxtext.input_pipeline.row_formats import RowFormat
 
 Batch = dict[str, np.ndarray]
-State = dict[str, Any]
+State = Json
 
 FIELDS = (
     "inputs",
@@ -108,6 +109,10 @@ class BatchIterator(ABC):
         """Release threads and files. The iterator must not be used afterwards."""
 
 
+class TooLittleData(ConfigError):
+    """Data that does not fill a batch."""
+
+
 class DataSource(Protocol):
     """Creates the iterator of one shard of a split, or None if the configuration names no
     evaluation data.
@@ -123,12 +128,12 @@ def keeps_last(config: MaxTextConfig, split: Split) -> bool:
     return split is Split.EVAL or config.generate_padding_batch_train
 
 
-def seal(settings: dict[str, Any], position: State) -> State:
+def seal(settings: Json, position: State) -> State:
     """An iterator state with the settings that its position is valid for."""
     return {"made_by": settings, "position": position}
 
 
-def unseal(settings: dict[str, Any], state: State) -> State:
+def unseal(settings: Json, state: State) -> State:
     """The position of a sealed state. Raises ConfigError if it was saved with other settings, since
     it would then point at other data.
     """

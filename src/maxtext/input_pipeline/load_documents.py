@@ -2,7 +2,7 @@
 
 A bad record stops the run, or is skipped, logged and counted, up to max_bad_records for each data
 stream. It is counted once, however often it is read: in later epochs and evaluations, and after the
-data is opened again.
+data is opened again. A command that examines data lists all of them and goes on (BadRecordList).
 """
 
 import threading
@@ -13,6 +13,8 @@ import numpy as np
 
 from maxtext.common.errors import ConfigError
 from maxtext.common.log import LOGGER
+from maxtext.common.types import Json
+from maxtext.configs.types import MaxTextConfig
 from maxtext.input_pipeline.encode import RecordEncoder
 from maxtext.input_pipeline.encode_rows import TextEncoder
 from maxtext.input_pipeline.formats import BadRecord, Record, RecordSource, UnusableRecord
@@ -55,10 +57,13 @@ class BadRecords:
             # An error of the user's code has a traceback, and comes alone.
             *others, last = [first] if first.details else list(new.values())[:MAX_LOGGED]
             more = f" ({len(new)} bad records)" if others else ""
+            repair = (
+                "the function" if first.details else "the data, which `maxtext data inspect` lists"
+            )
             stop = ConfigError(
                 *map(str, others),
-                f"{last}; max_bad_records={self.max_count}{more}: repair the data, which `maxtext "
-                "data inspect` shows, or raise the limit",
+                f"{last}; max_bad_records={self.max_count}{more}: repair {repair}, "
+                "or raise the limit",
             )
             stop.details = first.details
             raise stop
@@ -68,15 +73,59 @@ class BadRecords:
             elif count & (count - 1) == 0:
                 LOGGER.warning("skipped %d bad records so far", count)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> Json:
         return {"max_count": self.max_count, "before": self.before, "seen": self.seen}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: Json) -> None:
         self.__dict__.update(state)
         self.lock = threading.Lock()
 
 
-class NothingToLearn:
+class BadRecordList(BadRecords):
+    """Collects the bad records of all data streams instead of raising an error. Each is listed
+    once.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(max_count=-1)
+        self.errors: dict[tuple[str, str], BadRecord] = {}
+
+    def add(self, errors: Sequence[BadRecord]) -> None:
+        with self.lock:
+            for error in errors:
+                self.errors.setdefault((error.path, error.location), error)
+
+    def sorted(self) -> list[BadRecord]:
+        """By file, then by the number of the line or record."""
+        return sorted(self.errors.values(), key=sort_key)
+
+
+def sort_key(error: BadRecord) -> tuple[str, int, str]:
+    number = "".join(filter(str.isdigit, error.location))
+    return error.path, int(number or 0), error.location
+
+
+def bad_records_of(encoder: RecordEncoder, config: MaxTextConfig) -> BadRecords:
+    """The list of a command that examines data, or a counter for one data stream."""
+    if encoder.bad_records is not None:
+        return encoder.bad_records
+    return BadRecords(config.max_bad_records)
+
+
+def check_documents(
+    documents: RecordSource, encoder: RecordEncoder, bad: BadRecords, max_count: int
+) -> int:
+    """Read up to `max_count` documents, so that `bad` has the bad ones and `encoder` the remarks on
+    the others. Returns how many were read.
+    """
+    count = min(len(documents), max_count)
+    load = LoadDocuments(documents, encoder, bad)
+    for start in range(0, count, MAX_CHUNK_DOCUMENTS):
+        load.prepare(range(start, min(start + MAX_CHUNK_DOCUMENTS, count)))
+    return count
+
+
+class NothingToTrainOn:
     """Raises `error` if documents are read again and none has given a row: further epochs would
     give none either.
     """
@@ -87,7 +136,7 @@ class NothingToLearn:
         self.count = 0
         self.has_rows = False
 
-    def check(self, indices: Sequence[int], rows: Sequence[Any]) -> None:
+    def check(self, indices: Sequence[int], rows: Sequence[object]) -> None:
         if rows:
             self.has_rows = True
         if self.has_rows or not len(indices):
@@ -108,7 +157,7 @@ class LoadDocuments:
         documents: RecordSource,
         encoder: RecordEncoder,
         bad: BadRecords,
-        nothing: NothingToLearn | None = None,
+        nothing: NothingToTrainOn | None = None,
     ):
         self.documents = documents
         self.encoder = encoder
@@ -122,6 +171,10 @@ class LoadDocuments:
         return rows
 
     def read(self, indices: Sequence[int]) -> list[Any]:
+        return self.encoder.encode(self.prepare(indices))
+
+    def prepare(self, indices: Sequence[int]) -> list[Any]:
+        """The usable documents, before they are encoded. Counts the bad ones."""
         prepared: list[Any] = []
         errors: list[BadRecord] = []
         for index in indices:
@@ -137,7 +190,7 @@ class LoadDocuments:
                 if isinstance(self.encoder, TextEncoder) and document.remarks:
                     self.encoder.reports.add(document.remarks, *self.documents.where(index))
         self.bad.add(errors)
-        return self.encoder.encode(prepared)
+        return prepared
 
 
 class EncodeRecords:
@@ -150,7 +203,7 @@ class EncodeRecords:
         name: str,
         encoder: RecordEncoder,
         bad: BadRecords,
-        nothing: NothingToLearn | None = None,
+        nothing: NothingToTrainOn | None = None,
     ):
         self.name = name
         self.encoder = encoder

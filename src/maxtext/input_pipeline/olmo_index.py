@@ -28,6 +28,7 @@ import numpy as np
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.common.files import write_text
 from maxtext.common.log import LOGGER
+from maxtext.common.types import Json
 
 VERSION = "1"
 MAX_LISTED = 5  # shards that an error lists
@@ -79,7 +80,7 @@ class Index:
             "sha256:" + hashlib.sha256("".join(f"{part}\0" for part in parts).encode()).hexdigest()
         )
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> Json:
         return {
             "format_version": VERSION,
             "sequence_length": self.sequence_length,
@@ -157,7 +158,7 @@ def from_json(content: Any, where: str) -> Index:
     return index
 
 
-def entry(content: Any, name: str, kind: type, where: str) -> Any:
+def entry(content: object, name: str, kind: type, where: str) -> Any:
     if not isinstance(content, dict):
         raise ConfigError(f"{where} is not a JSON object of names and values: make it again")
     if not isinstance(content.get(name), kind) or isinstance(content[name], bool):

@@ -21,12 +21,12 @@ import threading
 from abc import abstractmethod
 from functools import lru_cache
 from itertools import islice
-from typing import Any
 from weakref import WeakValueDictionary
 
 import grain
 import numpy as np
 
+from maxtext.common.types import Json
 from maxtext.input_pipeline.formats import interface
 from maxtext.input_pipeline.interface import ShardSpec, check_position
 
@@ -64,7 +64,7 @@ class EpochOrder(grain.MapDataset):
     def __len__(self) -> int:
         return self.count
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: int | slice) -> "int | grain.MapDataset":
         return (
             self.slice(index)
             if isinstance(index, slice)
@@ -200,10 +200,10 @@ class WindowShuffled(grain.DatasetIterator):
         self.seed = seed
         self.number = -1
         self.position = 0
-        self.elements: list[Any] = []
+        self.elements: list[object] = []
         self.start = parent.get_state()
 
-    def __next__(self) -> Any:
+    def __next__(self) -> object:
         if self.position == len(self.elements):
             self.fill(self.number + 1, self.parent.get_state())
             if not self.elements:
@@ -211,7 +211,7 @@ class WindowShuffled(grain.DatasetIterator):
         self.position += 1
         return self.elements[self.position - 1]
 
-    def fill(self, number: int, start: Any) -> None:
+    def fill(self, number: int, start: object) -> None:
         self.number = number
         self.start = start
         self.position = 0
@@ -219,10 +219,10 @@ class WindowShuffled(grain.DatasetIterator):
         order = np.random.default_rng([self.seed, number]).permutation(len(elements))
         self.elements = [elements[position] for position in order]
 
-    def get_state(self) -> dict[str, Any]:
+    def get_state(self) -> Json:
         return {"window": self.number, "place": self.position, "parent": self.start}
 
-    def set_state(self, state: dict[str, Any]) -> None:
+    def set_state(self, state: Json) -> None:
         self.parent.set_state(state["parent"])
         if state["window"] < 0:
             self.number = -1

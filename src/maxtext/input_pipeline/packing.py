@@ -28,8 +28,14 @@ import grain
 import numpy as np
 
 from maxtext.common.errors import ConfigError
+from maxtext.common.types import Json
 from maxtext.configs.types import MaxTextConfig
-from maxtext.input_pipeline.encode_rows import EncodedPair, EncodedPrompt, EncodedRow
+from maxtext.input_pipeline.encode_rows import (
+    EncodedPair,
+    EncodedPrompt,
+    EncodedRecord,
+    EncodedRow,
+)
 from maxtext.input_pipeline.interface import (
     FIELDS,
     MARGIN,
@@ -42,8 +48,8 @@ from maxtext.input_pipeline.interface import (
 )
 
 # token ids, or a row of fine-tuning
-Document = np.ndarray | EncodedRow | EncodedPair | EncodedPrompt
-TokenPairs = dict[str, np.ndarray]  # inputs, targets and for rows `learned`, each [pairs]
+Document = np.ndarray | EncodedRecord
+TokenPairs = dict[str, np.ndarray]  # inputs, targets and for rows `loss_mask`, each [pairs]
 
 
 class ToSequences(grain.experimental.FlatMapTransform):
@@ -86,7 +92,7 @@ class ToRecords(grain.experimental.FlatMapTransform):
 
     max_fan_out = sys.maxsize
 
-    def flat_map(self, chunk: list[Any]) -> list[Any]:
+    def flat_map(self, chunk: list[object]) -> list[object]:
         return chunk
 
 
@@ -104,7 +110,7 @@ def completion_sequence(prompt: np.ndarray, completion: np.ndarray) -> TokenPair
 
 
 def masked_sequence(ids: np.ndarray, mask: np.ndarray) -> TokenPairs:
-    return {"inputs": ids[:-1], "targets": ids[1:], "learned": mask[1:]}
+    return {"inputs": ids[:-1], "targets": ids[1:], "loss_mask": mask[1:]}
 
 
 def num_targets(document: Document) -> int:
@@ -189,7 +195,7 @@ class FittedRows(grain.DatasetIterator):
         self.counting = np.arange(settings.length, dtype=np.int32)
         self.move(parent.get_state())
 
-    def move(self, start: Any) -> None:
+    def move(self, start: object) -> None:
         """Move to the group that starts where the parent is now."""
         self.group, self.position = 0, 0
         self.rows: list[Batch] = []
@@ -211,7 +217,7 @@ class FittedRows(grain.DatasetIterator):
         inputs, targets, position, segmentation = (
             np.zeros((count, length), np.int32) for _ in range(4)
         )
-        learned = np.ones((count, length), bool)
+        loss_mask = np.ones((count, length), bool)
         used, segments = [0] * count, [0] * count
         free_tokens = np.full(count, length)
         while True:
@@ -238,8 +244,8 @@ class FittedRows(grain.DatasetIterator):
                 self.counting[:size],
                 segments[row],
             )
-            if "learned" in sequence:
-                learned[row, begin:end] = sequence["learned"]
+            if "loss_mask" in sequence:
+                loss_mask[row, begin:end] = sequence["loss_mask"]
             used[row] = end
             free_tokens[row] = length - end if segments[row] < self.settings.max_segments else 0
         self.next_start = before
@@ -248,7 +254,7 @@ class FittedRows(grain.DatasetIterator):
             # Rows that were opened first are the fullest: shuffle them over the batches.
             filled = np.random.default_rng([self.settings.seed, self.group]).permutation(filled)
         self.rows = [
-            row_of(inputs[at], targets[at], position[at], segmentation[at], learned[at])
+            row_of(inputs[at], targets[at], position[at], segmentation[at], loss_mask[at])
             for at in filled
         ]
 
@@ -259,12 +265,12 @@ class FittedRows(grain.DatasetIterator):
             )
         return int((free_tokens >= size).argmax())
 
-    def get_state(self) -> dict[str, Any]:
+    def get_state(self) -> Json:
         if self.position == len(self.rows):
             return {"parent": self.next_start, "group": self.group, "place": 0}
         return {"parent": self.start, "group": self.group - 1, "place": self.position}
 
-    def set_state(self, state: dict[str, Any]) -> None:
+    def set_state(self, state: Json) -> None:
         self.parent.set_state(state["parent"])
         self.move(state["parent"])
         self.group = state["group"]
@@ -280,14 +286,14 @@ def row_of(
     targets: np.ndarray,
     position: np.ndarray,
     segmentation: np.ndarray,
-    learned: np.ndarray,
+    loss_mask: np.ndarray,
 ) -> Batch:
     # Without a mask the two fields are one array.
-    learned_segments = segmentation if learned.all() else segmentation * learned
+    target_segments = segmentation if loss_mask.all() else segmentation * loss_mask
     return dict(
         zip(
             FIELDS,
-            (inputs, position, segmentation, targets, position, learned_segments),
+            (inputs, position, segmentation, targets, position, target_segments),
             strict=True,
         )
     )
@@ -307,9 +313,9 @@ def pad_row(sequence: TokenPairs, length: int) -> Batch:
     inputs, targets, position, segmentation = (np.zeros(length, np.int32) for _ in range(4))
     inputs[:size], targets[:size] = sequence["inputs"], sequence["targets"]
     position[:size], segmentation[:size] = np.arange(size), 1
-    learned = np.ones(length, bool)
-    learned[:size] = sequence.get("learned", True)
-    return row_of(inputs, targets, position, segmentation, learned)
+    loss_mask = np.ones(length, bool)
+    loss_mask[:size] = sequence.get("loss_mask", True)
+    return row_of(inputs, targets, position, segmentation, loss_mask)
 
 
 def pad_pair(pair: tuple[TokenPairs, TokenPairs], length: int) -> Batch:

@@ -23,6 +23,7 @@ import numpy as np
 
 from maxtext.common.errors import ConfigError
 from maxtext.common.log import LOGGER
+from maxtext.common.types import Json
 from maxtext.configs.types import MaxTextConfig
 from maxtext.input_pipeline.encode import shared_encoder
 from maxtext.input_pipeline.encode_rows import TextEncoder, check_columns
@@ -33,16 +34,17 @@ from maxtext.input_pipeline.interface import (
     ShardSpec,
     Split,
     State,
+    TooLittleData,
     keeps_last,
     seal,
     unseal,
 )
 from maxtext.input_pipeline.load_documents import (
     MAX_CHUNK_DOCUMENTS,
-    BadRecords,
     EncodeRecords,
     LoadDocuments,
-    NothingToLearn,
+    NothingToTrainOn,
+    bad_records_of,
     documents_per_chunk,
 )
 from maxtext.input_pipeline.order import WindowShuffle, epoch_order, max_streams_in_memory
@@ -53,7 +55,7 @@ from maxtext.input_pipeline.row_formats import DataSize, RowFormat
 class GrainBatches(BatchIterator):
     """`settings` are those that a position in this dataset is valid for."""
 
-    def __init__(self, dataset: grain.IterDataset, settings: dict[str, Any]):
+    def __init__(self, dataset: grain.IterDataset, settings: Json):
         self.dataset = dataset
         self.settings = settings
         self.iterator = iter(dataset)
@@ -93,7 +95,7 @@ class GrainBatches(BatchIterator):
         self.iterator.close()
 
 
-def with_tuples(value: Any) -> Any:
+def with_tuples(value: object) -> Any:
     """Convert lists, which JSON has in place of tuples, to tuples. Grain's concat-then-split
     compares its slices with tuples, and would drop the document of a list.
     """
@@ -201,7 +203,8 @@ def document_batches(
     """The batches of documents that can be read in any order. `named_by` is the key that names the
     data, for messages.
     """
-    encoder, bad = shared_encoder(config, split, row_format), BadRecords(config.max_bad_records)
+    encoder = shared_encoder(config, split, row_format)
+    bad = bad_records_of(encoder, config)
     if isinstance(encoder, TextEncoder):
         for component in components:
             for documents in files_of(component.documents):
@@ -230,7 +233,7 @@ def document_batches(
     if len(components) == 1:
         # Chunks end with the epoch, so that a position is valid for any num_epoch.
         chunks = orders[0].batch(size, batch_fn=list).repeat(epochs)
-        nothing = NothingToLearn(no_rows(config, row_format, shard, named_by))
+        nothing = NothingToTrainOn(no_rows(config, row_format, shard, named_by))
         loaded = chunks.map(LoadDocuments(components[0].documents, encoder, bad, nothing))
     else:
         mixture = mix_orders(
@@ -246,7 +249,7 @@ def document_batches(
                 [LoadDocuments(component.documents, encoder, bad) for component in components]
             )
         )
-    settings: dict[str, Any] = {
+    settings: Json = {
         "stream": shard.index,
         "streams": shard.count,
         "documents": sum(len(component.documents) for component in components),
@@ -269,14 +272,14 @@ def record_batches(
     shard: ShardSpec,
     records: grain.IterDataset,
     named_by: str,
-    settings: dict[str, Any],
+    settings: Json,
 ) -> GrainBatches:
     """The batches of records that can only be read in order: (number, record) of this stream, all
     epochs.
     """
     encoder = shared_encoder(config, split, row_format)
-    nothing = NothingToLearn(no_rows(config, row_format, shard, named_by))
-    encode = EncodeRecords(named_by, encoder, BadRecords(config.max_bad_records), nothing)
+    nothing = NothingToTrainOn(no_rows(config, row_format, shard, named_by))
+    encode = EncodeRecords(named_by, encoder, bad_records_of(encoder, config), nothing)
     chunks = records.batch(MAX_CHUNK_DOCUMENTS, batch_fn=list).map(encode)
     settings = {
         "stream": shard.index,
@@ -298,7 +301,7 @@ def to_token_batches(
     row_format: RowFormat,
     shard: ShardSpec,
     chunks: grain.IterDataset,
-    settings: dict[str, Any],
+    settings: Json,
     named_by: str,
 ) -> GrainBatches:
     """Batches from chunks of token ids, or of rows of fine-tuning."""
@@ -368,7 +371,7 @@ class LoadMixture:
     def __init__(self, loads: Sequence[LoadDocuments]):
         self.loads = loads
 
-    def __call__(self, tagged: Sequence[tuple[int, int]]) -> list[Any]:
+    def __call__(self, tagged: Sequence[tuple[int, int]]) -> list[object]:
         # Sorted by component within a chunk: rows are shuffled again after packing.
         return [
             tokens
@@ -456,4 +459,4 @@ def too_little_data(
     if not targets or split is Split.EVAL:
         return no_rows(config, row_format, shard, named_by)
     size = DataSize(named_by, stream_of(shard), targets, shard.min_rows or shard.rows)
-    return ConfigError(row_format.too_little_data(config, size))
+    return TooLittleData(row_format.too_little_data(config, size))

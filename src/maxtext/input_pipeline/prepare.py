@@ -18,10 +18,10 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.common.files import write_text
+from maxtext.common.types import Json
 from maxtext.configs.types import MaxTextConfig
 from maxtext.input_pipeline.encode import Encoder, data_columns
 from maxtext.input_pipeline.formats import RecordSource, find_files, open_files
@@ -39,6 +39,7 @@ from maxtext.input_pipeline.write_shards import (
     write_errors,
     write_shards,
 )
+from maxtext.tokenizers import Tokenizer
 
 MANIFEST = "manifest.json"
 FORMAT = "maxtext tokens 1"
@@ -61,14 +62,14 @@ class PreparePlan:
     documents: RecordSource
     encoder: Encoder
     shards: list[Shard]
-    settings: dict[str, Any]
+    settings: Json
     inputs: dict[str, list[int]]  # file -> [size in bytes, modification time in nanoseconds]
 
 
 @dataclass
 class Manifest:
     path: Path
-    settings: dict[str, Any]
+    settings: Json
     inputs: dict[str, list[int]]
     finished: dict[str, Counts] = field(default_factory=dict)
     saved: float = 0.0
@@ -187,6 +188,7 @@ def plan(config: MaxTextConfig, row_format: RowFormat, shard_documents: int | No
             "they are"
         )
     encoder = Encoder(config, Split.TRAIN)
+    assert encoder.tokenizer is not None, "tokenize_train_data is set"
     files, documents = open_documents(config, row_format)
     inputs = inputs_of(files)
     count, nbytes = len(documents), max(documents.nbytes, 1)
@@ -255,7 +257,7 @@ def open_documents(config: MaxTextConfig, row_format: RowFormat) -> tuple[list[s
     )
 
 
-def identity(tokenizer: Any) -> dict[str, Any]:
+def identity(tokenizer: Tokenizer) -> Json:
     """Values that identify a tokenizer, independent of the path of its file."""
     path = getattr(tokenizer, "path", None)
     content = (

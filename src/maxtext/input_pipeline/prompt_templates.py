@@ -14,6 +14,7 @@ from typing import Any
 
 from maxtext.common.errors import ConfigError
 from maxtext.common.files import read_json_object
+from maxtext.common.types import Json
 from maxtext.configs.types import MaxTextConfig
 from maxtext.configs.types.rl_scoring import SpecialTokens
 from maxtext.input_pipeline.formats import Record, UnusableRecord
@@ -38,7 +39,7 @@ def template_key(config: MaxTextConfig) -> str:
     return "data_template_path" if config.data_template_path else "chat_template_path"
 
 
-def read_template_file(config: MaxTextConfig) -> dict[str, Any]:
+def read_template_file(config: MaxTextConfig) -> Json:
     """The object of the JSON file of the template; empty if chat_template_path is another file.
     Raises ConfigError if data_template_path has no TEMPLATE."""
     key = template_key(config)

@@ -24,16 +24,18 @@ import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from maxtext.common.log import LOGGER
 from maxtext.common.trees import common_prefix_length
+from maxtext.common.types import Json
 from maxtext.input_pipeline.formats import Record, UnusableRecord
 from maxtext.tokenizers.chat import without_nulls
 
-Message = dict[str, Any]
+Message = Json
+T = TypeVar("T")
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "document")
 # Values of `from` -> roles
@@ -73,13 +75,13 @@ class PromptCompletion:
 
 @dataclass(frozen=True)
 class Conversation:
-    """`first_turn` is the index of the first message that may be learned; `variables` are those of
-    the template.
+    """`first_turn` is the index of the first message that may be trained on; `variables` are those
+    of the template.
     """
 
     messages: list[Message]
     first_turn: int = 0
-    variables: dict[str, Any] = field(default_factory=dict)
+    variables: Json = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,7 @@ class PreferenceChats:
     prompt: list[Message]
     chosen: list[Message]
     rejected: list[Message]
-    variables: dict[str, Any] = field(default_factory=dict)
+    variables: Json = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,7 @@ class Prompt:
     """A text, or messages that the model is to answer."""
 
     prompt: str | list[Message]
-    variables: dict[str, Any] = field(default_factory=dict)
+    variables: Json = field(default_factory=dict)
 
 
 def parse_row(
@@ -147,12 +149,12 @@ def parse_pair(record: Record, columns: Sequence[str] | None) -> PreferenceTexts
         not_empty(column, text_or_messages(row, column)) for column in ("chosen", "rejected")
     )
     prompt = text_or_messages(row, "prompt") if "prompt" in row else None
-    if isinstance(chosen, str) != isinstance(rejected, str):
-        raise UnusableRecord("chosen and rejected are a text and messages: use one kind")
-    if isinstance(chosen, str):
+    if isinstance(chosen, str) and isinstance(rejected, str):
         if isinstance(prompt, list):
             raise UnusableRecord("prompt has messages, but chosen and rejected are texts")
         return PreferenceTexts(prompt, chosen, rejected)
+    if isinstance(chosen, str) or isinstance(rejected, str):
+        raise UnusableRecord("chosen and rejected are a text and messages: use one kind")
     # A prompt that is a text is that of the first message, which both completions repeat.
     if not isinstance(prompt, list) or chosen[: len(prompt)] == rejected[: len(prompt)] == prompt:
         shared = common_prefix_length(chosen, rejected)
@@ -254,7 +256,7 @@ def listed(columns: Iterable[str]) -> str:
     return ", ".join(map(str, columns)) or "none"
 
 
-def to_text(value: Any) -> Any:
+def to_text(value: object) -> object:
     """Decode bytes, which columns of tf.train.Example have."""
     try:
         if isinstance(value, bytes):
@@ -274,7 +276,7 @@ def text_of(row: Record, column: str) -> str:
     return row[column]
 
 
-def not_empty(column: str, value: Any) -> Any:
+def not_empty(column: str, value: T) -> T:
     if not value:
         raise UnusableRecord(f"column {column} is empty")
     return value
@@ -290,7 +292,7 @@ def messages_of(row: Record, column: str) -> list[Message]:
     return to_messages(parse_json(value, column) if isinstance(value, str) else value, column)
 
 
-def parse_messages(value: Any) -> Any:
+def parse_messages(value: object) -> object:
     """The messages of a JSON text, or the value itself if it is something else."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         try:
@@ -304,14 +306,14 @@ def parse_messages(value: Any) -> Any:
     return value
 
 
-def parse_json(text: str, column: str) -> Any:
+def parse_json(text: str, column: str) -> object:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise UnusableRecord(f"column {column} is text that is not JSON: {error}") from error
 
 
-def to_messages(value: Any, column: str) -> list[Message]:
+def to_messages(value: object, column: str) -> list[Message]:
     """Messages with role and content. Fields without a value, which tables add, are removed."""
     value = [value] if isinstance(value, dict) else value
     if not isinstance(value, list | tuple | np.ndarray) or not all(
@@ -324,7 +326,7 @@ def to_messages(value: Any, column: str) -> list[Message]:
     return [to_message(item, index, column) for index, item in enumerate(value)]
 
 
-def to_message(item: dict[str, Any], index: int, column: str) -> Message:
+def to_message(item: Json, index: int, column: str) -> Message:
     where = f"message {index} of column {column}"
     if item.get("role") is None and "from" in item:
         role = SPEAKERS.get(item["from"])
@@ -346,7 +348,7 @@ def to_message(item: dict[str, Any], index: int, column: str) -> Message:
     return message
 
 
-def template_variables(row: Record) -> dict[str, Any]:
+def template_variables(row: Record) -> Json:
     """The variables of the template that a row has."""
     tools = parse_column(row, "tools", list, "a list")
     variables = parse_column(row, "chat_template_kwargs", dict, "a JSON object") or {}
@@ -371,9 +373,11 @@ def parse_column(row: Record, column: str, kind: type, wanted: str) -> Any:
 class Remark(Enum):
     """Remarks on rows, reported with a count and the first example: "rows that …"."""
 
-    NOT_LEARNED = "are dropped, since none of their tokens is learned"
+    NOT_TRAINED_ON = "are dropped, since no token is trained on"
     SYSTEM_NOT_FIRST = "have a system message that is not the first message"
-    END_NOT_LEARNED = "have no learned end-of-turn token, so that a model does not learn to stop"
+    END_NOT_TRAINED_ON = (
+        "have no end-of-turn token that is trained on, so that a model does not learn to stop"
+    )
     TRUNCATED = "are truncated to max_target_length"
     CUT_EQUAL = "are dropped, since truncation to max_target_length makes chosen and rejected equal"
     PROMPT_TOO_LONG = "are dropped, since their prompt is longer than max_prefill_predict_length"

@@ -7,7 +7,8 @@ libraries of the others.
 
 import importlib
 from collections.abc import Callable
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 from maxtext.configs.types import MaxTextConfig
 from maxtext.input_pipeline.interface import (
@@ -20,6 +21,9 @@ from maxtext.input_pipeline.interface import (
 )
 from maxtext.input_pipeline.row_formats import RowFormat
 
+if TYPE_CHECKING:
+    from maxtext.input_pipeline.pipeline import MixtureComponent
+
 # dataset_type -> module:function of its DataSource
 SOURCES = {
     "synthetic": "maxtext.input_pipeline.synthetic:synthetic_source",
@@ -28,6 +32,10 @@ SOURCES = {
     "tfds": "maxtext.input_pipeline.tfds_source:tfds_source",
     "c4_mlperf": "maxtext.input_pipeline.c4_mlperf:c4_mlperf_source",
     "olmo_grain": "maxtext.input_pipeline.olmo:olmo_source",
+}
+# Modules with documents of local files or of the user
+RANDOM_ACCESS = {
+    f"maxtext.input_pipeline.{name}" for name in ("grain_source", "hf_source", "custom")
 }
 # Any other dataset_type names a function of the user
 CUSTOM = "maxtext.input_pipeline.custom:custom_source"
@@ -62,7 +70,19 @@ def supports_stream_count(
     return lambda count: count <= most
 
 
-def source_of(config: MaxTextConfig, split: Split, row_format: RowFormat) -> tuple[Any, str]:
+def load_components(
+    config: MaxTextConfig, split: Split, row_format: RowFormat
+) -> "list[MixtureComponent]":
+    """The documents of a source whose documents can be read in any order, or none."""
+    module = source_of(config, split, row_format)[0]
+    return (
+        module.load_components(config, split, row_format)
+        if module.__name__ in RANDOM_ACCESS
+        else []
+    )
+
+
+def source_of(config: MaxTextConfig, split: Split, row_format: RowFormat) -> tuple[ModuleType, str]:
     """The module of the configured source, and the name of its function."""
     source = SOURCES.get(config.dataset_type.value, CUSTOM)
     if row_format.train_source and split is Split.TRAIN:

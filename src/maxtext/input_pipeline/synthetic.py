@@ -98,7 +98,7 @@ class SyntheticPairs(SyntheticBatches):
         batch: Batch = {}
         for side, tokens in zip(PAIR_SIDES, (chosen, rejected), strict=True):
             fields = self.to_batch(tokens)
-            learned = np.arange(1, self.length + 1) >= prompt
-            fields["targets_segmentation"] = fields["targets_segmentation"] * learned
+            loss_mask = np.arange(1, self.length + 1) >= prompt
+            fields["targets_segmentation"] = fields["targets_segmentation"] * loss_mask
             batch |= {f"{side}_{name}": field for name, field in fields.items()}
         return batch

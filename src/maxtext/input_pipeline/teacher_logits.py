@@ -30,6 +30,7 @@ import safetensors
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.common.extras import require
 from maxtext.common.files import local_path, write_text
+from maxtext.common.types import Json
 from maxtext.configs.types import MaxTextConfig
 from maxtext.input_pipeline.formats.example import open_reader
 from maxtext.input_pipeline.interface import (
@@ -75,7 +76,7 @@ def create_folder(folder: Path, settings: Mapping[str, int]) -> None:
     write_text(str(path), json.dumps(dict(settings)) + "\n")
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
+def read_manifest(folder: Path) -> Json:
     path = folder / MANIFEST
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
@@ -227,7 +228,7 @@ class TeacherLogits(BatchIterator):
         self.position = 0
 
     @property
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> Json:
         return {"dataset_type": "offline_data_dir", "rows": int(self.ends[-1])}
 
     def __next__(self) -> Batch:
@@ -339,10 +340,10 @@ def with_all_fields(arrays: dict[str, np.ndarray]) -> Batch:
     tokens after the inputs."""
     inputs = arrays["tokens"]
     segments = arrays.get("inputs_segmentation", np.ones_like(inputs))
-    targets, learned = arrays.get("targets"), segments
+    targets, target_segments = arrays.get("targets"), segments
     if targets is None:
         targets, following = (np.pad(x[:, 1:], ((0, 0), (0, 1))) for x in (inputs, segments))
-        learned = np.where(following == segments, segments, 0)
+        target_segments = np.where(following == segments, segments, 0)
     positions = arrays.get("inputs_position")
     if positions is None:
         positions = segment_positions(segments)
@@ -352,7 +353,7 @@ def with_all_fields(arrays: dict[str, np.ndarray]) -> Batch:
         "inputs_segmentation": segments,
         "targets": targets,
         "targets_position": positions,
-        "targets_segmentation": arrays.get("targets_segmentation", learned),
+        "targets_segmentation": arrays.get("targets_segmentation", target_segments),
         "top_k_indices": arrays["top_k_indices"],
     }
     integers = {name: field.astype(np.int32) for name, field in batch.items()}

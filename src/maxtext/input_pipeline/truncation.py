@@ -1,6 +1,6 @@
 """The share of a corpus that use_truncation drops, estimated from a sample of its documents."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
@@ -11,7 +11,7 @@ from maxtext.input_pipeline import hf_source
 from maxtext.input_pipeline.encode import RecordEncoder, shared_encoder
 from maxtext.input_pipeline.formats import BadRecord, Record, RecordSource, UnusableRecord
 from maxtext.input_pipeline.interface import ShardSpec, Split
-from maxtext.input_pipeline.packing import num_targets
+from maxtext.input_pipeline.packing import Document, num_targets
 from maxtext.input_pipeline.row_formats import RowFormat
 from maxtext.input_pipeline.sources import source_of
 
@@ -74,7 +74,8 @@ def count_targets(encoder: RecordEncoder, records: Iterable[Record]) -> list[int
             prepared: Any = encoder.prepare(record)
         except UnusableRecord:
             continue
-        counts += map(num_targets, encoder.encode([prepared]))
+        encoded: Sequence[Document] = encoder.encode([prepared])
+        counts += map(num_targets, encoded)
         characters += len(prepared)
         if characters > SAMPLED_CHARACTERS:
             break

@@ -193,7 +193,7 @@ class Worker:
                 self.release_stream(number)
         return None if state is None else RemoteBatches(self, number, state)
 
-    def request(self, what: str, *arguments: Any) -> Any:
+    def request(self, what: str, *arguments: object) -> Any:
         with self.request_lock:
             try:
                 self.connection.send((what, *arguments))

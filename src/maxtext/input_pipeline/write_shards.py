@@ -161,7 +161,7 @@ def hand_out(
     job: Job, shards: Sequence[Shard], workers: Sequence[Worker]
 ) -> Iterator[ShardProgress]:
     waiting = iter(shards)
-    processes: dict[Any, subprocess.Popen] = {
+    processes: dict[Connection, subprocess.Popen] = {
         connection: process for process, connection in workers
     }
     for connection in processes:
@@ -187,7 +187,7 @@ def hand_out(
             yield step
 
 
-def give(connection: Any, waiting: Iterator[Shard]) -> bool:
+def give(connection: Connection, waiting: Iterator[Shard]) -> bool:
     """Send the next shard to a worker. Returns False if there is none."""
     shard = next(waiting, None)
     if shard is not None:

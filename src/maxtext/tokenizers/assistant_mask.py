@@ -15,7 +15,6 @@ is the last one: it starts at the first token that differs from the generation p
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
 
 import numpy as np
 
@@ -122,7 +121,7 @@ def tokenize_chat(
     template: ChatTemplate,
     tokenizer: Tokenizer,
     messages: Messages,
-    variables: Mapping[str, Any] | None = None,
+    variables: Mapping[str, object] | None = None,
     first_turn: int = 0,
 ) -> TokenizedChat:
     """The tokens of a conversation and those of its assistant turns, end-of-turn token included.
@@ -144,7 +143,7 @@ def marked_spans(
     template: ChatTemplate,
     tokenizer: Tokenizer,
     messages: Messages,
-    variables: Mapping[str, Any] | None,
+    variables: Mapping[str, object] | None,
     first_turn: int,
 ) -> tuple[Rendering, list[tuple[int, int]]]:
     """The (first, end) of the tokens that the template marks."""
@@ -165,7 +164,7 @@ def prefix_spans(
     template: ChatTemplate,
     tokenizer: Tokenizer,
     messages: Messages,
-    variables: Mapping[str, Any] | None,
+    variables: Mapping[str, object] | None,
     first_turn: int,
 ) -> tuple[Rendering, list[tuple[int, int]]]:
     """The (first, end) of the tokens of assistant turns, by two renderings for each."""

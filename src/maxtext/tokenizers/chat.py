@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from maxtext.common.errors import ConfigError, UserError
+from maxtext.common.types import Json
 from maxtext.configs.types import MaxTextConfig
 from maxtext.tokenizers.interface import (
     ChatTemplateSource,
@@ -32,7 +33,7 @@ from maxtext.tokenizers.interface import (
 )
 from maxtext.tokenizers.template_process import RenderedTemplate, TemplateFailure, run_template
 
-Messages = Sequence[Mapping[str, Any]]
+Messages = Sequence[Mapping[str, object]]
 # Names of a message's reasoning, which rows and templates choose differently
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
@@ -80,12 +81,12 @@ class ChatTemplate:
     def sources(self) -> tuple[str, ...]:
         return (self.source,) if self.tool_use is None else (self.source, self.tool_use)
 
-    def source_for(self, variables: Mapping[str, Any] | None) -> str:
+    def source_for(self, variables: Mapping[str, object] | None) -> str:
         """The Jinja text of conversations with these variables."""
         has_tools = (variables or {}).get("tools") is not None
         return self.source if self.tool_use is None or not has_tools else self.tool_use
 
-    def marks_generation(self, variables: Mapping[str, Any] | None = None) -> bool:
+    def marks_generation(self, variables: Mapping[str, object] | None = None) -> bool:
         """Whether the template marks the model's turns with `{% generation %}`."""
         return GENERATION_TAG.search(self.source_for(variables)) is not None
 
@@ -93,7 +94,7 @@ class ChatTemplate:
         self,
         messages: Messages,
         add_generation_prompt: bool = False,
-        variables: Mapping[str, Any] | None = None,
+        variables: Mapping[str, object] | None = None,
     ) -> str:
         """The conversation as text; with `add_generation_prompt`, followed by the header of the
         model's turn. `variables` (tools, enable_thinking …) are added to those of the template.
@@ -103,7 +104,7 @@ class ChatTemplate:
             raise rendered
         return rendered.text
 
-    def render_open(self, messages: Messages, variables: Mapping[str, Any] | None = None) -> str:
+    def render_open(self, messages: Messages, variables: Mapping[str, object] | None = None) -> str:
         """The conversation up to the end of the content of its last message, which the model
         continues, as transformers' `continue_final_message`. Raises UserError if there is none.
         """
@@ -123,7 +124,7 @@ class ChatTemplate:
     def run(
         self,
         conversations: Sequence[tuple[Messages, bool]],
-        variables: Mapping[str, Any] | None = None,
+        variables: Mapping[str, object] | None = None,
         wants_spans: bool = False,
     ) -> list[RenderedTemplate | UserError]:
         """Render several (messages, add_generation_prompt), with `wants_spans` also the spans of
@@ -131,7 +132,7 @@ class ChatTemplate:
 
         Raises UserError if the template cannot be run, or a conversation is not one.
         """
-        common: dict[str, Any] = {
+        common: Json = {
             "tools": None,
             "documents": None,
             **self.special_tokens,
@@ -222,7 +223,7 @@ def read_template(path: Path, may_be_prompt: bool = False) -> ChatTemplateSource
     return template
 
 
-def to_records(messages: Messages) -> list[dict[str, Any]]:
+def to_records(messages: Messages) -> list[Json]:
     """The messages as builtin types, as transformers gives them to a template: without the fields
     that are null, and with reasoning under the two names that templates read. Raises UserError if
     they are no list of records.
@@ -235,12 +236,12 @@ def to_records(messages: Messages) -> list[dict[str, Any]]:
     return [with_reasoning(without_nulls(record)) for record in records]
 
 
-def without_nulls(message: Mapping[str, Any]) -> dict[str, Any]:
+def without_nulls(message: Mapping[str, object]) -> Json:
     """The fields that have a value. A template would write the word None for `content: null`."""
     return {name: value for name, value in message.items() if value is not None}
 
 
-def with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+def with_reasoning(message: Json) -> Json:
     """The message with its reasoning, if it has any, as `reasoning_content` and, for templates of
     gpt-oss, as `thinking`.
     """
@@ -252,7 +253,7 @@ def with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
     return {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
-def to_builtins(value: Any) -> Any:
+def to_builtins(value: object) -> Any:
     """Convert mappings, tuples and arrays to the dicts and lists that templates test for."""
     if isinstance(value, Mapping):
         return {str(key): to_builtins(item) for key, item in value.items()}
@@ -261,6 +262,6 @@ def to_builtins(value: Any) -> Any:
     return value.item() if isinstance(value, np.generic) else value
 
 
-def short_repr(value: Any) -> str:
+def short_repr(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 120 else f"{text[:117]}…"

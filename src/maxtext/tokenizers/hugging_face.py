@@ -12,13 +12,13 @@ import threading
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
 
 from maxtext.common.errors import ConfigError
+from maxtext.common.types import Json
 from maxtext.tokenizers.interface import (
     ENDS_CHARACTER,
     BoundaryDetector,
@@ -57,7 +57,7 @@ class HuggingFaceTokenizer:
         self.vocab_size = max(self.token_ids, default=-1) + 1
         self.lock = threading.Lock()
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         # The library's own pickle loses encode_special_tokens.
         return type(self), (self.path.absolute(),)
 
@@ -162,7 +162,7 @@ def byte_letters() -> dict[str, int]:
 BYTE_OF_LETTER = byte_letters()
 
 
-def step_types(decoder: dict[str, Any]) -> list[str]:
+def step_types(decoder: Json) -> list[str]:
     nested = [name for step in decoder.get("decoders", ()) for name in step_types(step)]
     return [decoder["type"], *nested]
 

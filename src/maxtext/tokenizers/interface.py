@@ -21,28 +21,29 @@ there is none, chat_template.json of older processors has one.
 import codecs
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from maxtext.common.files import read_json_object
 from maxtext.common.hub import CHAT_TEMPLATES_DIR
+from maxtext.common.types import Json
 
 ChatTemplateSource = str | Mapping[str, str] | None  # one template, or several by name
 
 
-def read_tokenizer_config(folder: Path) -> dict[str, Any]:
+def read_tokenizer_config(folder: Path) -> Json:
     """special_tokens_map.json, overridden by tokenizer_config.json."""
     special_tokens_map = read_json(folder / "special_tokens_map.json")
     return special_tokens_map | read_json(folder / "tokenizer_config.json")
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> Json:
     """The JSON object in a file, or an empty dict if the file does not exist."""
     return read_json_object(path) if path.exists() else {}
 
 
-def special_token_texts(tokenizer_config: dict[str, Any]) -> dict[str, str]:
+def special_token_texts(tokenizer_config: Json) -> dict[str, str]:
     """The texts of bos_token, eos_token …, each of which is given as a string or as a record."""
     entries = {key: value for key, value in tokenizer_config.items() if key.endswith("_token")}
     texts = {
@@ -52,7 +53,7 @@ def special_token_texts(tokenizer_config: dict[str, Any]) -> dict[str, str]:
     return {key: text for key, text in texts.items() if isinstance(text, str)}
 
 
-def read_chat_template(folder: Path, tokenizer_config: dict[str, Any]) -> ChatTemplateSource:
+def read_chat_template(folder: Path, tokenizer_config: Json) -> ChatTemplateSource:
     """The chat template of a tokenizer's folder, or templates by name, or None."""
     templates = {}
     default = folder / "chat_template.jinja"
@@ -72,7 +73,7 @@ def read_jinja(path: Path) -> str:
     return path.read_text(encoding="utf-8", errors="replace")
 
 
-def chat_template_entry(record: dict[str, Any]) -> ChatTemplateSource:
+def chat_template_entry(record: Json) -> ChatTemplateSource:
     """The entry chat_template: a string, or templates with names as a list or an object."""
     template = record.get("chat_template")
     if isinstance(template, str):

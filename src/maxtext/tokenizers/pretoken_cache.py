@@ -17,11 +17,12 @@ import unicodedata
 from collections.abc import Iterable, Sequence
 from functools import cache
 from itertools import chain
-from typing import Any
 
 import numpy as np
 from tokenizers import Regex, Tokenizer, normalizers
 from tokenizers.pre_tokenizers import ByteLevel
+
+from maxtext.common.types import Json
 
 # The pattern of ByteLevel(use_regex=True).
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -124,7 +125,7 @@ def concatenate(ids: dict[str, bytes], pretokens: list[str]) -> np.ndarray:
     return np.frombuffer(b"".join(map(ids.__getitem__, pretokens)), np.int32)
 
 
-def pretoken_pattern(settings: dict[str, Any]) -> str | None:
+def pretoken_pattern(settings: Json) -> str | None:
     """The pattern by which a byte-level BPE (the JSON of its tokenizer) splits; None for others."""
     model, normalizer = settings["model"], settings["normalizer"]
     pre_tokenizer = settings["pre_tokenizer"]

@@ -9,7 +9,6 @@ import re
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -56,7 +55,7 @@ class SentencePieceTokenizer:
             name: self.inner.id_to_piece(token) for name, token in present.items()
         }
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.path.absolute(),)
 
     @cached_property

@@ -14,9 +14,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from maxtext.common.errors import ConfigError
+from maxtext.common.types import Json
 from maxtext.tokenizers.template_worker import HEADER_BYTES
 
 RENDER_SECONDS = 10.0  # for one conversation; usual templates take less than a millisecond
@@ -51,7 +51,7 @@ class TemplateRunner:
         self.process: subprocess.Popen[bytes] | None = None
 
     def run(
-        self, source: str, variable_sets: Sequence[dict[str, Any]], wants_spans: bool = False
+        self, source: str, variable_sets: Sequence[Json], wants_spans: bool = False
     ) -> list[RenderedTemplate | TemplateFailure]:
         """Render a template with each of several sets of variables, all within one time limit.
 
@@ -97,7 +97,7 @@ class TemplateRunner:
             start_new_session=True,  # Ctrl-C is for the main process
         )
 
-    def exchange(self, request: bytes, seconds: float) -> list[dict[str, Any]]:
+    def exchange(self, request: bytes, seconds: float) -> list[Json]:
         """Send a request and return the worker's responses."""
         assert self.process is not None
         assert self.process.stdin is not None
@@ -134,7 +134,7 @@ class TemplateRunner:
                     pipe.close()
 
 
-def parse(response: dict[str, Any]) -> RenderedTemplate | TemplateFailure:
+def parse(response: Json) -> RenderedTemplate | TemplateFailure:
     if "text" in response:
         spans = [(start, end) for start, end in response["spans"]]
         return RenderedTemplate(response["text"], spans)
@@ -165,7 +165,7 @@ def reset_runner() -> None:
 
 
 def run_template(
-    source: str, variable_sets: Sequence[dict[str, Any]], wants_spans: bool = False
+    source: str, variable_sets: Sequence[Json], wants_spans: bool = False
 ) -> list[RenderedTemplate | TemplateFailure]:
     """As `TemplateRunner.run`, in the worker of this process."""
     return RUNNER.run(source, variable_sets, wants_spans)

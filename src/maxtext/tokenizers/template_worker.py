@@ -48,7 +48,7 @@ def compile_template(source: str) -> Any:
     def raise_exception(message: str) -> None:
         raise TemplateError(message)
 
-    def to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+    def to_json(value: object, ensure_ascii: bool = False, **options: Any) -> str:
         return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
     environment = ImmutableSandboxedEnvironment(
@@ -60,7 +60,7 @@ def compile_template(source: str) -> Any:
     return environment.from_string(source)
 
 
-def respond(request: bytes) -> list[dict[str, Any]]:
+def respond(request: bytes) -> list[dict[str, object]]:
     """Render a template with each of several sets of variables; without any, only validate it.
 
     `request` is a pickled (source, sets of variables, wants_spans). A response is
@@ -75,7 +75,7 @@ def respond(request: bytes) -> list[dict[str, Any]]:
     return [render(template, variables, wants_spans) for variables in variable_sets]
 
 
-def render(template: Any, variables: dict[str, Any], wants_spans: bool) -> dict[str, Any]:
+def render(template: Any, variables: dict[str, object], wants_spans: bool) -> dict[str, object]:
     try:
         marks = {mark: f"{mark}{secrets.token_hex(16)}" for mark in MARKS if wants_spans}
         text = template.render(**variables, **marks)

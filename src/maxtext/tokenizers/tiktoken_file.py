@@ -27,6 +27,7 @@ import numpy as np
 from maxtext.common.errors import ConfigError
 from maxtext.common.extras import require
 from maxtext.common.log import LOGGER
+from maxtext.common.types import Json
 from maxtext.tokenizers.interface import (
     ENDS_CHARACTER,
     BoundaryDetector,
@@ -147,7 +148,7 @@ PUBLISHED = {128000: llama3, 163584: kimi, 50256: r50k, 100256: cl100k, 199998: 
 
 
 def encoding_spec(
-    path: Path, num_ranks: int, tokenizer_config: dict[str, Any], warn: bool = True
+    path: Path, num_ranks: int, tokenizer_config: Json, warn: bool = True
 ) -> EncodingSpec:
     """The spec of a file with `num_ranks` ranks; `tokenizer_config` may rename special tokens."""
     if num_ranks == LLAMA4_RANKS:
@@ -166,7 +167,7 @@ def encoding_spec(
 
 
 def rename_special_tokens(
-    spec: EncodingSpec, path: Path, num_ranks: int, tokenizer_config: dict[str, Any]
+    spec: EncodingSpec, path: Path, num_ranks: int, tokenizer_config: Json
 ) -> EncodingSpec:
     """Apply the texts and roles that tokenizer_config.json gives to the ids after the ranks."""
     try:
@@ -244,7 +245,7 @@ class TiktokenTokenizer:
         self.eos_id = spec.specials[spec.eos]
         self.pad_id = 0 if spec.pad is None else spec.specials[spec.pad]
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.path if isinstance(self.path, str) else self.path.absolute(), True)
 
     def encode(self, text: str) -> list[int]:

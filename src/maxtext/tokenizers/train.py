@@ -9,7 +9,7 @@ import io
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from maxtext.common.errors import ConfigError
 from maxtext.common.extras import require
@@ -29,7 +29,7 @@ class Records(Protocol):
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, index: int) -> Mapping[str, Any]: ...
+    def __getitem__(self, index: int) -> Mapping[str, object]: ...
 
 
 def sample_texts(

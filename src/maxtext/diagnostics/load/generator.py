@@ -13,7 +13,6 @@ import random
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 from maxtext.common.errors import ConfigError
 from maxtext.common.types import Json
@@ -206,7 +205,7 @@ class LoadGenerator:
         assert self.workload.duration is not None
         return time.perf_counter() < self.result.started_at + self.workload.duration
 
-    def send_next(self) -> Coroutine[Any, Any, RequestRecord]:
+    def send_next(self) -> Coroutine[object, None, RequestRecord]:
         """Send the next request, which counts from now on, though the task may start later."""
         data, prompt_tokens, new_tokens = next(self.encoded)
         record = RequestRecord(prompt_tokens, new_tokens)

@@ -124,7 +124,7 @@ def values_of(feature: Any) -> Any:
     return values[0] if values else None
 
 
-def text_of(name: str, value: Any) -> Any:
+def text_of(name: str, value: object) -> Any:
     try:
         if isinstance(value, list):
             return [one.decode() for one in value]

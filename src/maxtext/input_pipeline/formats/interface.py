@@ -23,8 +23,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from maxtext.common.errors import UserError
+from maxtext.common.types import Json
 
-Record = dict[str, Any]
+Record = Json
 
 GZIP = b"\x1f\x8b"  # the first bytes of a compressed file
 HEAD = 16  # records that are read to find the columns of a file without a schema
@@ -159,7 +160,7 @@ MIN_BLOCKS = 2  # at the end of a block, prefetching threads also need the next 
 class Entry:
     lock: threading.Lock = field(default_factory=threading.Lock)
     is_ready: bool = False
-    value: Any = None
+    value: object = None
     nbytes: int = 0
 
 
@@ -177,7 +178,7 @@ class Cache:
         self.lock = threading.Lock()
         self.entries: OrderedDict[Hashable, Entry] = OrderedDict()
 
-    def get(self, key: Hashable, make: Callable[[], Any]) -> Any:
+    def get(self, key: Hashable, make: Callable[[], object]) -> Any:
         with self.lock:
             entry = self.entries.get(key)
             if entry is None:

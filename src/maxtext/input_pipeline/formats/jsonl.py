@@ -10,10 +10,11 @@ import json
 import os
 import zlib
 from collections.abc import Iterator, Sequence
-from typing import IO, Any, cast
+from typing import IO, cast
 
 import numpy as np
 
+from maxtext.common.types import Json
 from maxtext.input_pipeline.formats.files import BYTE_ORDER_MARK, index_lines
 from maxtext.input_pipeline.formats.interface import (
     GZIP,
@@ -183,7 +184,7 @@ def lines_of_array(data: bytes) -> bytes:
     return "".join(f"{json.dumps(element)}\n" for element in elements).encode()
 
 
-def parse(line: bytes) -> dict[str, Any]:
+def parse(line: bytes) -> Json:
     """The JSON object of a line. Raises ValueError if it is none."""
     try:
         value = json.loads(line.rstrip().decode())

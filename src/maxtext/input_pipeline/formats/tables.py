@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from maxtext.common.extras import require
+from maxtext.common.types import Json
 from maxtext.input_pipeline.formats.interface import (
     BadFile,
     BadRecord,
@@ -48,7 +49,7 @@ class RowBlock:
     validated together, and one by one if that fails.
     """
 
-    def __init__(self, columns: dict[str, Any], reason: str = ""):
+    def __init__(self, columns: Json, reason: str = ""):
         self.columns = columns
         self.reason = reason
         self.nbytes = sum(column.get_total_buffer_size() for column in columns.values())
@@ -256,7 +257,7 @@ class Batches:
             is_stream = file.read(len(FILE_MAGIC)) != FILE_MAGIC
         self.reader = ipc.open_stream(source) if is_stream else ipc.open_file(source)
         self.schema = self.reader.schema
-        self.walked: list[Any] | None = list(self.reader) if is_stream else None
+        self.walked: list[object] | None = list(self.reader) if is_stream else None
 
     def __len__(self) -> int:
         return self.reader.num_record_batches if self.walked is None else len(self.walked)
