@@ -2,7 +2,7 @@
 checkpoints.
 
 `save` blocks the caller only until the arrays are copied. A thread then waits until Orbax has
-written the step, syncs it to disk, writes its digest (integrity.py), and only after that removes
+written the step, syncs it to disk, writes its digest (steps.py), and only after that removes
 old steps. A save that fails (a full disk) is logged in one line, its leftovers are removed, and
 older steps stay. `failures_in_a_row` tells the run, which continues or ends.
 """

@@ -2,9 +2,7 @@
 
 Each line of the requests gives one line of results, in the order in which they finish. The same
 command resumes where an earlier run stopped.
-
-From one line of a batch job to a generation request. An error in a line concerns that line
-only.
+An error in a line concerns that line only.
 """
 
 import dataclasses

@@ -3,11 +3,9 @@
 Python would print a traceback for a Ctrl-C before `main` has set its handlers; after this import
 the process just ends.
 
-Commands at the module paths that they have in MaxText: `python3 -m
-maxtext.trainers.post_train.sft.train_sft` is `maxtext sft`.
-
-These modules have no files of their own. `import maxtext` installs `AliasFinder`, which lets Python
-run this file under their names.
+Commands also have the module paths of MaxText: `python3 -m maxtext.trainers.post_train.sft.train_sft`
+is `maxtext sft`. These modules have no files of their own. `import maxtext` installs `AliasFinder`,
+which lets Python run this file under their names.
 """
 
 import signal

@@ -1,8 +1,7 @@
-"""Peak FLOP/s by dtype, memory and memory bandwidth of accelerators, from the vendors' data sheets.
+"""Peak FLOP/s by dtype, memory and memory bandwidth of accelerators, from the vendors' data sheets,
+and the compute capability of this machine's GPU.
 
 An unlisted device has no peak, and callers must report MFU as unknown.
-
-The compute capability of this machine's GPU.
 """
 
 import contextlib

@@ -5,9 +5,8 @@
 is wanted: the collectives of a step cannot continue, and the launcher restarts the run. JAX also
 aborts when start-up takes too long; `exit_on_timeout` reports that first.
 
-File descriptors of the process.
-
-Python's garbage collector in processes that run for long.
+Also sets the process's limit of file descriptors, and keeps Python's garbage collector out of
+processes that run for long.
 """
 
 import contextlib

@@ -1,8 +1,6 @@
 """Nested dicts of arrays, the form of a model's weights: flat and nested, merged, and compared.
 
 A leaf is whatever is not a dict: an array, or an object such as a quantized weight.
-
-Sequences of any elements.
 """
 
 from collections.abc import Mapping, Sequence

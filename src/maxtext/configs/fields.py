@@ -1,7 +1,7 @@
 """The values that a key accepts, by its type: parsing text, the meaning of `none`, descriptions of
 the type for messages.
 
-YAML as configuration files use it.
+Also the YAML loader of configuration files.
 """
 
 import re

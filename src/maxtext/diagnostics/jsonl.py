@@ -1,4 +1,4 @@
-"""metrics_file: one JSON object per line (format in summary.py), flushed after each record. If the
+"""metrics_file: one JSON object per line (in strict JSON, see below), flushed after each record. If the
 key is not set, it is metrics.jsonl in metrics_dir.
 
 A resumed run continues the file: lines of steps that will run again are dropped, and so is an

@@ -2,7 +2,7 @@
 
 A batch is a dict of int32 arrays [rows, max_target_length], with the fields of FIELDS:
 - `targets[t]` is the token after `inputs[t]` in the same document. The shift is done once, in
-  sequences.py and olmo.py.
+  packing.py and olmo.py.
 - `*_segmentation` numbers the documents of a row from 1; 0 is padding. The loss counts targets
   whose `targets_segmentation` is not 0; in fine-tuning, targets that are not trained on have 0,
   as padding does.

@@ -5,7 +5,7 @@ A row has the fields of a batch [T], `top_k_logits` [T, K] in float16 and `top_k
 int32, their indices in the vocabulary. A part is written under a temporary name and then renamed,
 so that an interrupted job continues after its last part.
 
-A folder without logits.json may hold ArrayRecord files instead (array_record_logits.py).
+A folder without logits.json may hold ArrayRecord files instead.
 
 Logits of a teacher in ArrayRecord files, as MaxText's save_top_k_teacher_logits writes them.
 

@@ -3,8 +3,7 @@
     loss = logsumexp(logits) - logits[target]
 
 `tiled_cross_entropy` computes logits tile by tile, so that those of all tokens never exist at once.
-On one NVIDIA GPU, Triton kernels read the logits once in each direction
-(`cross_entropy.py`).
+On one NVIDIA GPU, Triton kernels read the logits once in each direction.
 
 Shapes: B batch, S sequence, E embed_dim, V vocabulary, T tokens.
 

@@ -3,8 +3,6 @@
 A `Template` describes a model: its NNX graph and the shape, dtype and logical axes of every
 parameter; no memory is allocated. Steps run on the weights alone, a nested dict, and
 `Template.bind` returns a callable model with them.
-
-Dropout.
 """
 
 import math

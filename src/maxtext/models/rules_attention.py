@@ -1,7 +1,4 @@
-"""Rules of the attention keys that need the layers.
-
-Rules of the position embedding keys that need the layers.
-"""
+"""Rules of the attention and position embedding keys that need the layers."""
 
 from maxtext.configs.types.key import rope_is_scaled
 from maxtext.models.capabilities import Capabilities, decoder_blocks

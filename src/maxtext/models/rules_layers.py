@@ -1,7 +1,4 @@
-"""Rules of the model keys that need the layers: norms, MLPs, add-ons, tensors saved by remat.
-
-Rules of the mixture-of-experts keys that need the layers.
-"""
+"""Rules of the model keys that need the layers: norms, MLPs, experts, add-ons, tensors saved by remat."""
 
 from collections.abc import Callable
 

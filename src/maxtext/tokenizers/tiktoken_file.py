@@ -1,7 +1,7 @@
 """tiktoken vocabularies: a file with a line `base64-of-the-token rank` for each token, or the name
 of an encoding that tiktoken downloads.
 
-The file has neither the pre-token pattern nor the special tokens: see tiktoken_encodings.py. The
+The file has neither the pre-token pattern nor the special tokens: see EncodingSpec. The
 text of a special token in a document is encoded as plain text.
 
 What a tiktoken file lacks: the pattern that splits text into pre-tokens, and the special tokens.

@@ -131,7 +131,7 @@ def bind_model(config: MaxTextConfig, template: Template, weights: Any) -> Any:
 
 
 def training_inputs(config: MaxTextConfig, batch: Batch, key: jax.Array | None) -> LayerInputs:
-    # The padding is one more segment. step_cache.py runs a batch only where its rows have no more.
+    # The padding is one more segment. compilation/aot.py runs a batch only where its rows have no more.
     bound = config.max_segments_per_seq
     return replace(layer_inputs(config, batch, key), max_segments=0 if bound < 0 else bound + 1)
 

@@ -1,11 +1,4 @@
-"""Rules of the model keys.
-
-Rules of the attention keys.
-
-Rules of the mixture-of-experts keys.
-
-Rules of the vision and audio keys.
-"""
+"""Rules of the model, attention, mixture-of-experts, vision and audio keys."""
 
 import math
 

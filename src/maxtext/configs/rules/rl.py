@@ -1,8 +1,5 @@
-"""Rules of the reinforcement learning keys.
-
-Rules of distillation.
-
-Rules of supervised fine-tuning and preference optimization.
+"""Rules of the post-training keys: reinforcement learning, distillation, supervised fine-tuning and
+preference optimization.
 """
 
 import re

@@ -4,7 +4,8 @@ A rule reads a subject, such as a loaded configuration, and returns a message th
 change, or None. It is registered for the key that it complains about, so that callers get a
 `Problem` and never have to read the message.
 
-Checks that follow from the declarations of the keys: bounds, choices, and what a key needs.
+The checks that follow from the declarations of the keys (bounds, choices, needs) are registered
+here.
 """
 
 from collections.abc import Callable, Iterable

@@ -1,10 +1,5 @@
-"""Rules of the run, training loop, optimizer, position embedding and diagnostics keys.
-
-Rules of the checkpointing keys.
-
-Rules of the data, tokenizer and batch size keys.
-
-Rules of the inference keys.
+"""Rules of the run, training loop, optimizer, position embedding, diagnostics, checkpointing, data,
+tokenizer, batch size and inference keys.
 """
 
 import re

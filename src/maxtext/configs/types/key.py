@@ -1,11 +1,7 @@
 """The declaration of a key: its default, meaning, bounds, what it needs, and whether it acts.
 
 base.yml, the checks of bounds and needs, the ledger and `maxtext config explain` follow from it.
-
-What keys need in order to act, where that is more than one key that is set. Conditions take the
-settings.
-
-The base class of the groups of keys.
+A `Need` is a condition of the settings, for a key that needs more than one other key to be set.
 """
 
 from collections.abc import Callable, Iterable, Mapping

@@ -203,7 +203,7 @@ class SamplingParams:
 
     @property
     def has_processors(self) -> bool:
-        """Whether logits are processed before tokens are sampled; see `logits_processors.py`."""
+        """Whether logits are processed before tokens are sampled; see `sampler.py`."""
         return bool(
             self.presence_penalty
             or self.frequency_penalty

@@ -1,10 +1,6 @@
 """The spec of a decoder layer, and the patterns of specs that repeat in a model.
 
-Specs of MLPs and of mixtures of experts.
-
-The spec of Gated DeltaNet.
-
-The spec of an n-gram memory, with the sizes of its tables and the multipliers of its hashes.
+Also the specs of MLPs, mixtures of experts, Gated DeltaNet and n-gram memories (Engram).
 """
 
 import hashlib

@@ -3,9 +3,7 @@
 A spec is a frozen dataclass that describes a layer. It imports no JAX, so that configurations are
 resolved, checked against their layers and compared without it.
 
-The spec of a norm.
-
-The spec of rotary position embeddings (RoPE).
+Also the specs of norms and of rotary position embeddings (RoPE).
 """
 
 import importlib

@@ -4,9 +4,7 @@ Log-probabilities of target tokens, and entropies of the distributions over toke
 
 Shapes: B batch, T tokens, V vocabulary.
 
-The loss of supervised fine-tuning.
-
-Shapes: B batch, T tokens.
+The loss of supervised fine-tuning has the same form.
 """
 
 from collections.abc import Collection
