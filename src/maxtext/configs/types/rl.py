@@ -121,14 +121,14 @@ class VLLM(Group):
     )
     max_num_batched_tokens: int | None = key(
         None,
-        "Most tokens of prompts that the engine prefills in one step; longer prompts are "
+        "Maximum number of prompt tokens that the engine prefills in one step; longer prompts are "
         "split; null = 4096",
         low=1,
         needs="use_grpo",
     )
     max_num_seqs: int | None = key(
         None,
-        "Most rollouts that the engine works on at once; null = as many as fit",
+        "Maximum number of rollouts that the engine works on at once; null = as many as fit",
         low=1,
         needs="use_grpo",
     )
@@ -218,7 +218,7 @@ class RL(Group):
     )
     max_concurrency: int = key(
         256,
-        "Most conversations that are open at once when use_agentic_rollout=true",
+        "Maximum number of conversations that are open at once when use_agentic_rollout=true",
         low=1,
         needs="use_agentic_rollout",
     )
@@ -345,7 +345,7 @@ class PolicyOptimization(Group):
     )
     max_turns: int = key(
         8,
-        "Most turns of the model in a conversation with use_agentic_rollout=true",
+        "Maximum number of turns of the model in a conversation with use_agentic_rollout=true",
         low=1,
         needs=("use_grpo", "use_agentic_rollout"),
     )
