@@ -1,7 +1,8 @@
 """Reinforcement learning: hardware split, rollouts, rewards."""
 
-from typing import Any, Literal
+from typing import Literal
 
+from maxtext.common.types import Json
 from maxtext.configs.types import inert
 from maxtext.configs.types.key import (
     KL,
@@ -138,12 +139,12 @@ class VLLM(Group):
         "end-of-sequence token",
         needs="use_grpo",
     )
-    vllm_additional_config: dict[str, Any] = key(
+    vllm_additional_config: Json = key(
         dict,
         "Extra settings passed to vLLM as they are, as a mapping; empty = none",
         status=inert.NOT_VLLM,
     )
-    vllm_hf_overrides: dict[str, Any] = key(
+    vllm_hf_overrides: Json = key(
         dict,
         "Values that replace entries of the Hugging Face config vLLM reads, as a mapping",
         status=inert.NOT_VLLM,
