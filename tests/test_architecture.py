@@ -164,6 +164,15 @@ def test_functions_have_at_most_80_lines():
     assert not long
 
 
+def test_files_have_at_most_500_lines():
+    long = [
+        f"{path.relative_to(PACKAGE)}: {count} lines"
+        for path in PACKAGE.rglob("*.py")
+        if (count := len(path.read_text().splitlines())) > 500
+    ]
+    assert not long
+
+
 def test_doors_are_thin():
     thick = [path.name for path in PACKAGE.glob("*.py") if len(path.read_text().splitlines()) > 40]
     assert not thick

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from transformers.models.cohere.modeling_cohere import CohereLayerNorm
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 
 from maxtext.common import hash_rng
@@ -70,6 +71,29 @@ def test_torch(kind):
     np.testing.assert_allclose(x_gradient, leaf.grad, atol=2e-5)
     for native_name, name in names.items():
         np.testing.assert_allclose(gradients[native_name], getattr(reference, name).grad, atol=2e-5)
+
+
+def test_scale_for_each_head():
+    """As Command-R+ norms its queries, [..., heads, dim]."""
+    spec, heads = NormSpec("layer", EPSILON, bias=False), 5
+    scale = np.random.default_rng(1).normal(size=(heads, SIZE)).astype(np.float32)
+    reference = CohereLayerNorm((heads, SIZE), eps=EPSILON)
+    with torch.no_grad():
+        reference.weight.copy_(torch.tensor(scale))
+    abstract = Template.of(
+        lambda: Norm(
+            Initializer(hash_rng.key_from_seed(0), "float32"), spec, SIZE, "float32", heads=heads
+        )
+    )
+    x, dy = values()
+    output, pull = jax.vjp(lambda scale, x: abstract.bind({"scale": scale})(x), scale, x)
+    dscale, dx = pull(jnp.asarray(dy))
+    leaf = torch.tensor(x, requires_grad=True)
+    expected = reference(leaf)
+    expected.backward(torch.tensor(dy))
+    np.testing.assert_allclose(output, expected.detach(), atol=1e-5)
+    np.testing.assert_allclose(dx, leaf.grad, atol=2e-5)
+    np.testing.assert_allclose(dscale, reference.weight.grad, atol=2e-5)
 
 
 @pytest.mark.parametrize("kind", ["rms", "layer"])

@@ -106,8 +106,8 @@ class BatchStatistics:
 
 @dataclass
 class Inspected:
-    """What `maxtext data inspect` shows. `checked` is the number of rows that were read to find bad
-    ones; None if the source is read in order only.
+    """The batches, rows and counts that `maxtext data inspect` shows. `checked` is the number of
+    rows that were read to find bad ones; None if the source is read in order only.
     """
 
     shown: list[list[Row]]  # the first rows of each batch

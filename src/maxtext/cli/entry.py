@@ -3,9 +3,9 @@
 Python would print a traceback for a Ctrl-C before `main` has set its handlers; after this import
 the process just ends.
 
-Commands also have the module paths of MaxText: `python3 -m maxtext.trainers.post_train.sft.train_sft`
-is `maxtext sft`. These modules have no files of their own. `import maxtext` installs `AliasFinder`,
-which lets Python run this file under their names.
+Commands also have the module paths of MaxText: `python3 -m
+maxtext.trainers.post_train.sft.train_sft` is `maxtext sft`. These modules have no files of their
+own. `import maxtext` installs `AliasFinder`, which lets Python run this file under their names.
 """
 
 import signal
@@ -73,7 +73,5 @@ class AliasFinder:
 
 
 if __name__ == "__main__":
-    pass
-
     assert __spec__ is not None
     entry(COMMANDS[__spec__.name])

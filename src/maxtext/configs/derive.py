@@ -9,10 +9,11 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from maxtext.common.errors import ConfigError
 from maxtext.common.processes import FULL_PROCESSES, STARTED, choose_platform, now
+from maxtext.common.types import Json
 from maxtext.configs.mesh_sizes import axis_sizes, infer_axis_sizes
 from maxtext.configs.types import DerivedValues, MaxTextConfig, Settings
 from maxtext.configs.types.remat import CUSTOM_TENSORS, OFFLOADED, SAVED_ON_DEVICE
@@ -67,10 +68,10 @@ def with_model_sizes(settings: Settings) -> MaxTextConfig:
     return config
 
 
-def derive(settings: Settings, devices: Devices) -> dict[str, Any]:
+def derive(settings: Settings, devices: Devices) -> Json:
     """All derived values of validated settings, computed in the order of the group."""
     draft = MaxTextConfig.model_construct(**dict(settings))
-    values: dict[str, Any] = {}
+    values: Json = {}
     for key in DerivedValues.model_fields:
         values[key] = draft.__dict__[key] = DERIVED[key](draft, devices)
     return values

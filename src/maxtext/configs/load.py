@@ -142,7 +142,7 @@ def resolve(
     return settings | merge.complete_eval_rules(settings, eval_layout), hf_attributes
 
 
-def read_layout(name: Any) -> Layer:
+def read_layout(name: object) -> Layer:
     """A layout of custom_mesh_and_rule. Empty if there is none: validation refuses the name."""
     path = sources.LAYOUTS / f"{name or ''}.yml"
     return sources.read_yaml(path, "file") if path.is_file() else {}

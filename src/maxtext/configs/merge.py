@@ -2,8 +2,6 @@
 Refuses unknown keys and contradictions between layers.
 """
 
-from typing import Any
-
 from maxtext.common.errors import ConfigError
 from maxtext.configs import fields
 from maxtext.configs.provenance import Layer, Setting, Source
@@ -42,7 +40,7 @@ def without_copied_defaults(base: Layer, file: Layer) -> Layer:
     }
 
 
-def last_value(key: str, *layers: Layer) -> Any:
+def last_value(key: str, *layers: Layer) -> object:
     """The value of a key in the last layer that sets it."""
     return next(layer[key].value for layer in reversed(layers) if key in layer)
 

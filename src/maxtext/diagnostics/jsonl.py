@@ -1,5 +1,5 @@
-"""metrics_file: one JSON object per line (in strict JSON, see below), flushed after each record. If the
-key is not set, it is metrics.jsonl in metrics_dir.
+"""metrics_file: one line of strict JSON (see below) per record, flushed after each. If the
+key is not set, the file is metrics.jsonl in metrics_dir.
 
 A resumed run continues the file: lines of steps that will run again are dropped, and so is an
 incomplete line. A run that starts at step 0 renames an older file.

@@ -17,6 +17,7 @@ from maxtext.hf.rules import TensorRule
 from maxtext.hf.schema import Kind
 
 LayerSpecs = Sequence[Any]
+ABSENT = object()  # of `Field.from_layers`: the entry is left out
 
 
 @dataclass
@@ -33,8 +34,9 @@ class ModelSettings:
 class Field:
     """An entry of config.json that the model depends on, and the key that states the same.
 
-    Without `key`, a FieldGroup reads and writes the entry. "architecture.<name>" is an attribute
-    that no key names. Of two keys that an entry sets, the last one is written.
+    Without `key`, a FieldGroup reads the entry; it also writes it, unless `from_layers` does.
+    "architecture.<name>" is an attribute that no key names. Of two keys that an entry sets, the
+    last one is written.
     """
 
     hf: str
@@ -45,6 +47,8 @@ class Field:
     null: Callable[[Json], object] | None = None  # what null stands for, from the entries before it
     to_native: Callable[[Any], object] | None = None  # None: as it is, which must not be null
     to_hf: Callable[[Any], object] = lambda value: value
+    # What is written without a key, from the configuration and the specs of its layers
+    from_layers: "Callable[[MaxTextConfig, LayerSpecs], object] | None" = None
     kind: Kind | None = None  # the values that are accepted, unless schema.TEXT_FIELDS has it
     supported: tuple[object, ...] = ()  # all others are refused; without `default`, the first is it
     aliases: tuple[str, ...] = ()  # second names; if several are given, the last one here counts
@@ -167,9 +171,13 @@ class HfMapping:
 
     def write(self, config: MaxTextConfig, layers: LayerSpecs) -> Json:
         """The entries of a configuration, except architectures, model_type and dtype."""
-        entries = {
-            name: field.hf_value(config) for name, field in self.entries.items() if field.keys
-        }
+        entries: Json = {}
+        for name, field in self.entries.items():
+            if field.from_layers is not None:
+                value = field.from_layers(config, layers)
+                entries |= {} if value is ABSENT else {name: value}
+            elif field.keys:
+                entries[name] = field.hf_value(config)
         for group in self.groups:
             entries |= group.write(config, layers)
         return entries

@@ -244,8 +244,7 @@ class LLM(AdapterMethods):
             width = max(map(len, results))
             results = np.array([row + row[-1:] * (width - len(row)) for row in results], np.int32)
         if params.n > 1:
-            starts = range(0, len(results), params.n)
-            results = [results[start : start + params.n] for start in starts]
+            results = [results[i : i + params.n] for i in range(0, len(results), params.n)]
             results = results if isinstance(prompts, str) or is_list else np.stack(results)
         return results[0] if is_single else results
 
@@ -337,8 +336,7 @@ class LLM(AdapterMethods):
     ) -> Iterator[CompletionDelta]:
         """Run requests through the engine; yields what each step adds to their completions.
         `expects_requests`: use the programs of a server, which expects further requests."""
-        source = enumerate(requests)
-        exhausted = False
+        source, exhausted = enumerate(requests), False
         engine = self.engine_for(slots, length)
         with engine.lease(expects_requests):
             session = EngineSession(engine, self.tokenizer)

@@ -166,7 +166,8 @@ def rms_norm_rows_backward(
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def rms_norm(x: Array, scale: Array | None, epsilon: float, dtype: DTypeLike) -> Array:
-    """x [..., E] / √(mean(x²) + epsilon) · scale [E], in `dtype`."""
+    """x [..., E] / √(mean(x²) + epsilon) · scale, in `dtype`. scale: [E], or of x [..., H, E] also
+    [H, E], a scale for each head."""
     return forward(x, scale, epsilon, dtype)[0]
 
 
@@ -187,7 +188,7 @@ def backward(
     dscale = (
         None
         if scale is None
-        else jnp.sum(dy * unit, axis=tuple(range(x.ndim - 1))).astype(scale.dtype)
+        else jnp.sum(dy * unit, axis=tuple(range(x.ndim - scale.ndim))).astype(scale.dtype)
     )
     return dx.astype(x.dtype), dscale
 

@@ -252,7 +252,7 @@ class Attention(Sublayer):
             soft_cap=spec.soft_cap,
             sinks=None if self.sinks is None else self.sinks[...],
             groups=inputs.prefix_groups,
-            block=spec.paged_kernel_block or paged_attention.BLOCK,
+            tile_size=spec.paged_kernel_block or paged_attention.TILE_SIZE,
         )
         aux: Aux = {"cache": replace(cache, blocks=blocks)}
         return self.constrain_context(context[:, None]), aux

@@ -11,10 +11,11 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from maxtext.layers.context import BuildContext
+from maxtext.layers.hyper_connections import HyperConnection
 from maxtext.layers.inputs import ATTENTION_OUTPUT, Aux, LayerInputs, Sublayer
 from maxtext.layers.norms import Norm
 from maxtext.layers.parameters import Initializer, dropout
-from maxtext.layers.specs import LayerSpec
+from maxtext.layers.specs import LayerSpec, Spec
 from maxtext.sharding import constrain
 
 Forward = Callable[[jax.Array, LayerInputs], tuple[jax.Array, Aux]]
@@ -47,7 +48,7 @@ class Block(Sublayer):
             initializer.constant((1,), 1.0, (None,), trained=False) if spec.scaled else None
         )
 
-        def optional(part: Any, name: str) -> Any:
+        def optional(part: Spec | None, name: str) -> Any:
             return part.build(initializer.child(name), dim, dtype) if part else None
 
         self.attention_streams = optional(spec.streams, "attention_streams")
@@ -99,7 +100,7 @@ class Block(Sublayer):
         return self.drop(normalize(self.post_mlp_norm, gather_sequence(mlp_out)), inputs)
 
     def connect(
-        self, streams: Any, x: jax.Array
+        self, streams: HyperConnection | None, x: jax.Array
     ) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
         """The input of a sublayer, read from the residual, and a function that adds its output."""
         if streams is None:

@@ -3,7 +3,6 @@ the norm, RoPE, gate and residual sum fused. `kernels/decode/gemv.py` has the fo
 """
 
 import math
-from typing import Any
 
 import jax
 
@@ -12,6 +11,7 @@ from maxtext.layers.attention import attends_in_place
 from maxtext.layers.block import Block
 from maxtext.layers.context import INFERENCE, BuildContext
 from maxtext.layers.inputs import Aux, LayerInputs
+from maxtext.layers.linear import Linear
 from maxtext.layers.mlp import ACTIVATIONS
 from maxtext.layers.norms import Norm
 from maxtext.layers.rope import rope_cos_sin
@@ -135,6 +135,6 @@ def normed_input(norm: Norm, x: jax.Array) -> gemv.NormedInput:
     return gemv.NormedInput(x[0, 0], norm.scale[...], norm.spec.epsilon, offset)
 
 
-def add_projection(linear: Any, y: jax.Array, x: jax.Array) -> jax.Array:
+def add_projection(linear: Linear, y: jax.Array, x: jax.Array) -> jax.Array:
     """x [1, 1, E] + y weight."""
     return gemv.gemv_add(y.reshape(-1), linear.weight[...], x[0, 0])[None, None]

@@ -7,7 +7,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -92,7 +91,7 @@ class Linear(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         return project(x, self)[0]
 
-    def matmuls(self, x: jax.Array, weights: Sequence[Any]) -> list[jax.Array]:
+    def matmuls(self, x: jax.Array, weights: Sequence[Tree]) -> list[jax.Array]:
         """x times each weight; all are of layers like this one."""
         platform = self.context.only_platform
         if len(weights) > 2 and not any_quantized(weights):
@@ -152,7 +151,7 @@ class QuantizedMatmulLinear(Linear):
             return "quantization is not set"
         return "computed exactly" if spec.exact else None
 
-    def matmuls(self, x: jax.Array, weights: Sequence[Any]) -> list[jax.Array]:
+    def matmuls(self, x: jax.Array, weights: Sequence[Tree]) -> list[jax.Array]:
         context = self.context
         outputs = quantized_matmul(
             x,
@@ -186,7 +185,7 @@ class TransposedLinear(Linear):
         self.weight = layout.weight(initializer.dtype)
         self.use_gemv = layout.use_gemv(initializer.dtype, spec.dtype)
 
-    def matmuls(self, x: jax.Array, weights: Sequence[Any]) -> list[jax.Array]:
+    def matmuls(self, x: jax.Array, weights: Sequence[Tree]) -> list[jax.Array]:
         batch = x.shape[: x.ndim - self.input_dims]
         x = x.reshape(*batch, -1)
         return [

@@ -94,7 +94,7 @@ class MultiToken(nnx.Module):
                 x: jax.Array,
                 embedded: jax.Array,
                 inputs: LayerInputs,
-                graph: Any = graph,
+                graph: nnx.GraphDef = graph,
             ) -> tuple[jax.Array, jax.Array, Aux]:
                 return nnx.merge(graph, state)(x, embedded, inputs)
 

@@ -22,7 +22,7 @@ from maxtext.common.types import Tree
 from maxtext.layers.context import REFERENCE, BuildContext
 
 # quantize(weight, its contracted dimensions, initializer) -> an array, or quantized parts
-Quantize = Callable[[jax.Array, tuple[int, ...], "Initializer"], Any]
+Quantize = Callable[[jax.Array, tuple[int, ...], "Initializer"], Tree]
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Initializer:
         deviation = math.sqrt(self.init_scale / math.prod(in_shape))
         # The divisor restores the variance that truncation at two deviations takes away.
         unit = self.standard_normal(name, (*in_shape, *out_shape), cut=2.0)
-        values: Any = (unit * deviation / 0.87962566103423978).astype(self.dtype)
+        values: jax.Array = (unit * deviation / 0.87962566103423978).astype(self.dtype)
         if self.quantize is not None and self.key is not None and contracted:
             values = self.quantize(values, tuple(contracted), self)
         return nnx.Param(values, axes=tuple(axes), contracted=tuple(contracted), cast_to=cast_to)

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.extend.core import Primitive
 from jax.typing import DTypeLike
 
 from maxtext.common.types import Tree
@@ -51,7 +52,7 @@ class RematTensors:
         )
         saves_attention = not ATTENTION_OUTPUTS.isdisjoint(self.saved)
 
-        def policy(primitive: Any, *args: Any, **options: Any) -> Any:
+        def policy(primitive: Primitive, *args: Any, **options: Any) -> Any:
             if saves_attention and primitive.name in OUTPUT_PRIMITIVES:
                 return True
             return by_name(primitive, *args, **options)
@@ -89,7 +90,7 @@ class Stack(nnx.Module):
         self.on_host = (
             on_host  # weights are in host memory, and copied to the device layer by layer
         )
-        blocks: list[Any] = []
+        blocks: list[nnx.Module] = []
         for index, spec in enumerate(segment.pattern):
             initializers = [
                 initializer.child(f"layer_{number}", path=str(number))
@@ -120,7 +121,7 @@ class Stack(nnx.Module):
 
     def unroll(self, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, dict[int, Aux]]:
         auxes: dict[int, list[Aux]] = {index: [] for index in range(len(self.blocks))}
-        programs: list[Any] = [
+        programs: list[Callable[..., tuple[jax.Array, Aux]]] = [
             partial(self.apply, nnx.split(layers[0])[0]) for layers in self.blocks
         ]
         if self.segment.repeats > 1 and isinstance(x, jax.core.Tracer):

@@ -12,7 +12,14 @@ from typing import Any, TypeVar
 from maxtext.common.errors import ConfigError
 from maxtext.configs.types import MaxTextConfig
 from maxtext.configs.types.derived import Architecture
-from maxtext.layers.specs import AttentionSpec, LayerSpec, MlaSpec, MlpSpec, MoeSpec, RopeSpec
+from maxtext.layers.specs import (
+    AttentionSpec,
+    LayerSpec,
+    MlaSpec,
+    MlpSpec,
+    MoeSpec,
+    RopeSpec,
+)
 from maxtext.models.common import mixer_kind
 from maxtext.models.registry import FAMILIES, layers
 
@@ -96,7 +103,7 @@ class Capabilities:
 
 
 def find_specs(
-    value: Any, spec_type: type[Spec], skip: type | tuple[type, ...] = ()
+    value: object, spec_type: type[Spec], skip: type | tuple[type, ...] = ()
 ) -> Iterator[Spec]:
     """The specs of a type in a tree of dataclasses and lists, outside of those of type `skip`."""
     if isinstance(value, skip):
@@ -111,7 +118,7 @@ def find_specs(
             yield from find_specs(getattr(value, field.name), spec_type, skip)
 
 
-def changed(config: MaxTextConfig, **changes: Any) -> MaxTextConfig:
+def changed(config: MaxTextConfig, **changes: object) -> MaxTextConfig:
     """A copy with other values. Derived values are not computed again."""
     return config.model_copy(update=changes)
 
@@ -124,11 +131,11 @@ def layers_or_none(config: MaxTextConfig) -> list[Any] | None:
         return None
 
 
-def other_values(config: MaxTextConfig, key: str) -> list[Any]:
+def other_values(config: MaxTextConfig, key: str) -> list[object]:
     """A few values of a key other than its own."""
     value = getattr(config, key)
     default = type(config).model_fields[key].get_default(call_default_factory=True)
-    values: list[Any]
+    values: list[object]
     match value:
         case bool():
             values = [not value]

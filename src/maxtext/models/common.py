@@ -3,9 +3,10 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from maxtext.common.errors import ConfigError
+from maxtext.common.types import Json
 from maxtext.configs.types import MaxTextConfig
 from maxtext.kernels.attention_options import AttentionMask, BlockSizes
 from maxtext.layers.specs import (
@@ -21,6 +22,7 @@ from maxtext.layers.specs import (
     RouterSpec,
 )
 
+T = TypeVar("T")
 # attention_type -> kind of layer
 LAYER_KINDS = {
     "global": "full",
@@ -69,7 +71,7 @@ def rope_layers(config: MaxTextConfig, layers: int) -> list[bool]:
     ]
 
 
-def per_layer(name: str, listed: Sequence[Any] | None, layers: int) -> list[Any]:
+def per_layer(name: str, listed: Sequence[T] | None, layers: int) -> list[T]:
     if listed is not None and len(listed) != layers:
         raise ConfigError(
             f"architecture.{name} lists {len(listed)} layers and the model has {layers}: the list "
@@ -81,7 +83,7 @@ def per_layer(name: str, listed: Sequence[Any] | None, layers: int) -> list[Any]
 
 def rope_spec(config: MaxTextConfig, layer_kind: str = "full", **changes: Any) -> RopeSpec:
     """The RoPE of a kind of layer, as the checkpoint states it or by the keys."""
-    listed: dict[Any, dict[str, Any]] | None = config.architecture.rope
+    listed: dict[Any, Json] | None = config.architecture.rope
     fields = None if listed is None else listed.get(layer_kind, listed.get("all"))
     if fields is not None:
         spec = RopeSpec(**{name: as_hashable(value) for name, value in fields.items()})

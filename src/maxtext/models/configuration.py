@@ -5,7 +5,6 @@ Everything above `configs/` loads configurations here.
 
 import os
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 from maxtext.configs import load as configs_load
 from maxtext.configs.derive import Devices
@@ -16,7 +15,7 @@ from maxtext.configs.types import MaxTextConfig
 from maxtext.models.rules import check_layers, check_order
 
 
-def config(path: str | os.PathLike | None = None, **overrides: Any) -> MaxTextConfig:
+def config(path: str | os.PathLike | None = None, **overrides: object) -> MaxTextConfig:
     """The configuration of a run, merged from base.yml, the YAML file at `path`, the model's file,
     M_KEY environment variables and the keywords.
     """

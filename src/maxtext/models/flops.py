@@ -5,7 +5,6 @@ needs. A family registers the specs that it defines itself.
 """
 
 from functools import singledispatch
-from typing import Any
 
 from maxtext.kernels.attention_options import AttentionMask
 from maxtext.layers.specs import (
@@ -56,7 +55,7 @@ def moba_keys(moba: Moba, length: int) -> tuple[float, float]:
 
 
 @singledispatch
-def layer_flops(spec: Any, length: int) -> float:
+def layer_flops(spec: object, length: int) -> float:
     """Forward FLOPs a token of one layer."""
     raise TypeError(f"no FLOP count for {type(spec).__name__}")
 
@@ -87,7 +86,7 @@ def engram_flops(spec: EngramSpec, embed_dim: int) -> float:
 
 
 @singledispatch
-def mixer_flops(spec: Any, embed_dim: int, length: int) -> float:
+def mixer_flops(spec: object, embed_dim: int, length: int) -> float:
     raise TypeError(f"no FLOP count for {type(spec).__name__}")
 
 
@@ -147,7 +146,7 @@ def _(spec: GatedDeltaNetSpec, embed_dim: int, length: int) -> float:
 
 
 @singledispatch
-def feed_flops(spec: Any, embed_dim: int) -> float:
+def feed_flops(spec: object, embed_dim: int) -> float:
     raise TypeError(f"no FLOP count for {type(spec).__name__}")
 
 

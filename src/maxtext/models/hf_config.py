@@ -4,7 +4,6 @@ RoPE, the kinds of layers, and which layers have experts.
 
 import json
 from collections.abc import Callable
-from typing import Any
 
 from maxtext.common.errors import UserError
 from maxtext.common.types import Json
@@ -17,7 +16,8 @@ from maxtext.hf.rope_parameters import (
     rope_parameters,
     rope_parameters_by_kind,
 )
-from maxtext.layers.specs import RopeSpec
+from maxtext.hf.schema import Kind
+from maxtext.layers.specs import LayerSpec, RopeSpec
 from maxtext.models.common import mixer_kind
 
 # layer_types -> kind of layer
@@ -29,7 +29,7 @@ LAYER_TYPES = {
 }
 
 
-def rope_entry_fields(**defaults: Any) -> tuple[Field, ...]:
+def rope_entry_fields(**defaults: object) -> tuple[Field, ...]:
     """The entries of RoPE, with the defaults in which a family differs from most."""
     return tuple(
         Field(name, default=default) for name, default in (ROPE_DEFAULTS | defaults).items()
@@ -37,7 +37,7 @@ def rope_entry_fields(**defaults: Any) -> tuple[Field, ...]:
 
 
 def uniform_rope(
-    *, interleave: bool = False, partial: bool = False, required: bool = True, **defaults: Any
+    *, interleave: bool = False, partial: bool = False, required: bool = True, **defaults: object
 ) -> FieldGroup:
     """RoPE that is the same in all layers that have it; `required`: one layer must.
 
@@ -145,9 +145,8 @@ def layer_types(rule: Callable[[int, Json], str], *fields: Field) -> FieldGroup:
     may depend on the entries `fields`.
     """
     return FieldGroup(
-        (Field("layer_types"), *fields),
+        (LAYER_TYPES_FIELD, *fields),
         lambda entries: ModelSettings({}, {"layer_kinds": layer_kinds(entries, rule)}),
-        lambda config, layers: {"layer_types": layer_types_entry(layers)},
     )
 
 
@@ -169,6 +168,11 @@ def layer_types_entry(layers: LayerSpecs) -> list[str]:
     hf_names = {kind: hf_name for hf_name, kind in LAYER_TYPES.items()}
     hf_names["unmasked"] = "full_attention"  # `config_differences` refuses it
     return [hf_names[mixer_kind(layer.attention)] for layer in layers]
+
+
+LAYER_TYPES_FIELD = Field(
+    "layer_types", from_layers=lambda config, layers: layer_types_entry(layers)
+)
 
 
 def every_nth(pattern: str | int, kind: str, others: str = "sliding") -> Callable[[int, Json], str]:
@@ -193,9 +197,19 @@ def listed_rope_layers(entries: Json) -> list[bool]:
     return [bool(flag) for flag in flags]
 
 
-def no_rope_layers_entry(layers: LayerSpecs) -> list[int]:
-    return [int(layer.attention.rope is not None) for layer in layers]
+# The default of the class may be beyond a smaller vocabulary.
+NO_PAD_TOKEN = Field("pad_token_id", from_layers=lambda config, layers: None)
 
 
-def has_experts(layer: Any) -> bool:
+def no_rope_layers_field(kind: Kind | None = None) -> Field:
+    return Field(
+        "no_rope_layers",
+        from_layers=lambda config, layers: [
+            int(layer.attention.rope is not None) for layer in layers
+        ],
+        kind=kind,
+    )
+
+
+def has_experts(layer: LayerSpec) -> bool:
     return hasattr(layer.mlp, "router")

@@ -1,4 +1,5 @@
-"""Rules of the model keys that need the layers: norms, MLPs, experts, add-ons, tensors saved by remat."""
+"""Rules of the model keys that need the layers: norms, MLPs, experts, add-ons, tensors that remat
+saves."""
 
 from collections.abc import Callable
 

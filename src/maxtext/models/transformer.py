@@ -1,6 +1,7 @@
 """The model: embed, run the layers, normalise, score the vocabulary."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +12,7 @@ from jax.typing import DTypeLike
 
 from maxtext.common import hash_rng
 from maxtext.common.errors import ConfigError
+from maxtext.common.types import Json, Tree
 from maxtext.configs.types import MaxTextConfig
 from maxtext.layers.adapters import HEAD, AdapterSpec, adapter_inputs, use_adapter_inputs
 from maxtext.layers.attention import ATTENTIONS
@@ -35,7 +37,7 @@ from maxtext.sharding import constrain
 from maxtext.sharding.explicit import auto_sharded
 from maxtext.sharding.rules import AxisRules
 
-Caches = list[Any]  # a cache for each layer
+Caches = list[Tree]  # a cache for each layer
 # The precision of matmuls, by `quantization`.
 PRECISIONS = {"int8": "int8", "fp8": "fp8", "fp8_gpu": "fp8", "fp8_full": "fp8"}
 
@@ -304,7 +306,7 @@ def build_context(
 
     Models with adapters multiply in the dtype of the activations."""
     quantization = config.quantization.value if config.quantization else ""
-    options: dict[str, Any] = {
+    options: Json = {
         "mode": mode,
         "dtype": config.dtype.value,
         "weight_dtype": config.weight_dtype.value,
@@ -350,7 +352,7 @@ def implementations(config: MaxTextConfig, context: BuildContext) -> dict[str, s
     specs = [layer for layer in layers(config) if isinstance(layer, LayerSpec)]
     attention = [layer.attention for layer in specs if isinstance(layer.attention, AttentionSpec)]
     mlps = [layer.mlp for layer in specs if isinstance(layer.mlp, MlpSpec)]
-    parts: dict[str, tuple[Any, list[Any]]] = {"layers": (BLOCKS, specs)}
+    parts: dict[str, tuple[Sequence[Any], list[Any]]] = {"layers": (BLOCKS, specs)}
     if context.mode == TRAIN:
         parts["head loss"] = (HEAD_LOSSES, [head_spec(config)])
     else:
@@ -367,7 +369,7 @@ def initial_weights(
     loop: bool = False,
     context: BuildContext | None = None,
     quantize: Quantize | None = None,
-) -> Any:
+) -> Tree:
     """Fresh weights as a nested dict; to be called under jit, so that they are born where they
     belong. `loop` and `quantize` are as in `Initializer`. `context`: default, that of a model as
     checkpoints have it."""

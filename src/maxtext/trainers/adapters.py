@@ -3,7 +3,7 @@
 With lora_weight_qtype (QLoRA) the matrices of the base are quantized as they are loaded.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 
@@ -13,6 +13,7 @@ from maxtext.checkpoint.open import Checkpoint, model_param_infos
 from maxtext.checkpoint.quantized import load_base
 from maxtext.common.errors import ConfigError, as_config_error
 from maxtext.common.trees import flatten_dict, merge_dicts, unflatten_dict
+from maxtext.common.types import Tree
 from maxtext.configs.types import MaxTextConfig
 from maxtext.layers.adapters import AdapterSpec
 from maxtext.layers.context import TRAIN, BuildContext
@@ -65,7 +66,7 @@ def model_context(
     return build_context(config, rules, mode, quantized_weights=quantized, adapters=adapters)
 
 
-def adapted_weights(context: "RunContext", checkpoint: Checkpoint | None) -> Any:
+def adapted_weights(context: "RunContext", checkpoint: Checkpoint | None) -> Tree:
     """The base of a folder, or a random one, with the adapters before the first step."""
     config, template = context.config, base_template(context.config, context.rules)
     with use_rules(context.rules):
@@ -91,7 +92,7 @@ def adapted_weights(context: "RunContext", checkpoint: Checkpoint | None) -> Any
         return merge_dicts(base, initial_adapter(context, base))
 
 
-def initial_adapter(context: "RunContext", base: Any) -> Any:
+def initial_adapter(context: "RunContext", base: Tree) -> Tree:
     """The parameters of the adapters: those of lora_restore_path, with the modules that it has in
     full (modules_to_save), or new ones."""
     config, template = context.config, context.template
@@ -106,7 +107,7 @@ def initial_adapter(context: "RunContext", base: Any) -> Any:
     shardings = split_adapter(context.shardings.weights)[1]
     build = build_context(config, adapters=context.adapters)
 
-    def fresh(base: Any) -> Any:
+    def fresh(base: Tree) -> Tree:
         initial = initial_weights(config, loop=True, context=build)
         adapter = split_adapter(update_copies(initial, copy_sources(template)))[1]
         return split_adapter(init_magnitudes(template, merge_dicts(base, adapter)))[1]
@@ -114,7 +115,7 @@ def initial_adapter(context: "RunContext", base: Any) -> Any:
     return jax.jit(fresh, out_shardings=shardings)(base)
 
 
-def trained_adapter(context: "RunContext", weights: Any) -> Adapter:
+def trained_adapter(context: "RunContext", weights: Tree) -> Adapter:
     """The adapter of a run, on the host."""
     assert context.adapters is not None
     return Adapter.from_tree(context.adapters, weights, context.template, context.config)

@@ -17,6 +17,7 @@ import jax
 from maxtext.common import hardware, signals
 from maxtext.common.errors import ConfigError, MissingExtra
 from maxtext.common.log import LOGGER
+from maxtext.common.types import Json
 from maxtext.configs.derive import run_folder
 from maxtext.configs.load import UNBOUNDED_EPOCHS
 from maxtext.configs.types import MaxTextConfig
@@ -160,7 +161,7 @@ def summarize(
     folder: str,
     seconds: float,
     failure: Exception | None,
-) -> dict[str, Any]:
+) -> Json:
     """Log the outcome, and write summary.json and plots to `folder`.
 
     Losses are those of the whole run, also before a resume; times and memory are those of this
@@ -204,7 +205,7 @@ def summarize(
     return summary
 
 
-def read_summary(folder: str) -> dict[str, Any]:
+def read_summary(folder: str) -> Json:
     """The summary of an earlier process of the run; empty if there is none."""
     path = Path(folder) / SUMMARY
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}

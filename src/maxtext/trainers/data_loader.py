@@ -15,13 +15,15 @@ samples is used.
 import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.sharding import Sharding
 
 from maxtext.common.errors import ConfigError
+from maxtext.common.types import Json
 from maxtext.configs.derive import rampup_stages
 from maxtext.configs.types import MaxTextConfig
 from maxtext.input_pipeline import Batch, DataStreams, Split, open_data_streams, prefetch
@@ -66,7 +68,7 @@ class StepBatches(Protocol):
         """The largest microbatch of up to `limit` rows that `microbatch_key` can set, if the mesh
         splits rows into `shards`; 0 if there is none."""
 
-    def with_microbatch(self, config: MaxTextConfig, rows: int, num_devices: int) -> dict[str, Any]:
+    def with_microbatch(self, config: MaxTextConfig, rows: int, num_devices: int) -> Json:
         """The keys of a microbatch of `rows` rows."""
 
 
@@ -87,7 +89,7 @@ class RowBatches:
     def possible_rows(self, config: MaxTextConfig, limit: int, shards: int) -> int:
         return limit // shards * shards
 
-    def with_microbatch(self, config: MaxTextConfig, rows: int, num_devices: int) -> dict[str, Any]:
+    def with_microbatch(self, config: MaxTextConfig, rows: int, num_devices: int) -> Json:
         return {self.microbatch_key: self.microbatch_value(config, rows, num_devices)}
 
 
@@ -280,6 +282,7 @@ def rows_to_read(context: "RunContext", rows: int) -> np.ndarray:
     slices = context.shardings.batch(shape).addressable_devices_indices_map(shape)
     is_addressable = np.zeros(loaded, bool)
     for index in slices.values():
+        assert index is not None, "every device has rows"
         is_addressable[index[0]] = True
     return np.flatnonzero(is_addressable[:rows])
 
@@ -342,7 +345,7 @@ def to_devices(
 
 
 @partial(jax.jit, static_argnums=(1, 2))
-def redistribute(field: jax.Array, rows: int, sharding: Any) -> jax.Array:
+def redistribute(field: jax.Array, rows: int, sharding: Sharding) -> jax.Array:
     """The first `rows` rows, from the devices of the reading processes to all."""
     return jax.lax.with_sharding_constraint(field[:rows], sharding)
 

@@ -3,13 +3,14 @@
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 
 from maxtext.common import hardware
 from maxtext.common.errors import UserError
 from maxtext.common.processes import freeze_objects
+from maxtext.common.types import Tree
 from maxtext.configs.types import MaxTextConfig
 from maxtext.diagnostics.jsonl import read_history
 from maxtext.diagnostics.metrics import Record as MetricsRecord
@@ -32,7 +33,7 @@ WINDOW_STEPS = 50
 class TrainingFailed(UserError):
     """The loss or gradient norm is not finite. `state` is that of the last finite step."""
 
-    state: Any = None
+    state: Tree = None
 
 
 def points_of(history: Sequence[MetricsRecord], name: str) -> list[tuple[int, float]]:
@@ -144,8 +145,8 @@ class EvaluateLoss(Hook):
         self,
         config: MaxTextConfig,
         recorder: Recorder,
-        data_loader: Callable[[], Iterator[Any]],
-        eval_step: Callable[[Any, Any, Any], dict[str, jax.Array]],
+        data_loader: Callable[[], Iterator[Tree]],
+        eval_step: Callable[[Tree, Tree, Tree], dict[str, jax.Array]],
         objective: Objective,
     ):
         self.config = config
@@ -173,7 +174,7 @@ class EvaluateLoss(Hook):
 
     def sum_batches(self, state: TrainState) -> dict[str, float]:
         """The sums of eval_step over the batches."""
-        total: dict[str, Any] = {"loss": 0.0, "count": 0.0}
+        total: dict[str, jax.Array | float] = {"loss": 0.0, "count": 0.0}
         for count, batch in enumerate(self.data_loader()):
             if count == self.config.eval_steps:
                 break

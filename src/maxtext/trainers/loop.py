@@ -22,6 +22,7 @@ import jax
 
 from maxtext.common.log import LOGGER
 from maxtext.common.signals import call_on_signals, interrupt_now
+from maxtext.common.types import Tree
 from maxtext.trainers.step import STOP_FLAG, StopFlag, TrainState
 
 # (state, batch, key) -> the new state and metrics
@@ -175,7 +176,7 @@ class MetricsReader:
     ended."""
 
     def __init__(self) -> None:
-        self.submitted: queue.SimpleQueue[tuple[int, Any] | None] = queue.SimpleQueue()
+        self.submitted: queue.SimpleQueue[tuple[int, Tree] | None] = queue.SimpleQueue()
         self.results: queue.SimpleQueue[tuple[int, dict[str, float], float] | BaseException] = (
             queue.SimpleQueue()
         )

@@ -19,6 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from maxtext.common.types import Tree
 from maxtext.configs.types import MaxTextConfig
 from maxtext.kernels.attention_options import LoadBalancedOrder
 from maxtext.layers.inputs import LOSSES, LayerInputs
@@ -28,7 +29,7 @@ from maxtext.sharding.explicit import auto_sharded
 from maxtext.sharding.state import to_device
 
 
-def map_tiles(function: Callable[..., Any], tiles: int, *arrays: jax.Array) -> Any:
+def map_tiles(function: Callable[..., Tree], tiles: int, *arrays: jax.Array) -> Tree:
     """function(*arrays), whose results are [B, S, ...]."""
     if tiles == 1:
         return function(*arrays)
@@ -39,14 +40,14 @@ def map_tiles(function: Callable[..., Any], tiles: int, *arrays: jax.Array) -> A
     )
 
 
-def sum_tiles(function: Callable[..., Any], tiles: int, *arrays: jax.Array) -> Any:
+def sum_tiles(function: Callable[..., Tree], tiles: int, *arrays: jax.Array) -> Tree:
     """function(*arrays), whose results are scalars, sums over all tokens."""
     if tiles == 1:
         return function(*arrays)
     return jax.tree.map(jnp.sum, run_tiles(function, tiles, arrays))
 
 
-def run_tiles(function: Callable[..., Any], tiles: int, arrays: tuple[jax.Array, ...]) -> Any:
+def run_tiles(function: Callable[..., Tree], tiles: int, arrays: tuple[jax.Array, ...]) -> Tree:
     """The results of all tiles, stacked."""
     parts = tuple(split_sequence(array, tiles) for array in arrays)
     return jax.lax.map(jax.checkpoint(lambda part: function(*part)), parts)
@@ -120,7 +121,7 @@ def token_order(config: MaxTextConfig) -> LoadBalancedOrder | None:
     return LoadBalancedOrder("dual_chunk_swap" if strategy == "auto" else strategy, shards)
 
 
-def bind_model(config: MaxTextConfig, template: Template, weights: Any) -> Any:
+def bind_model(config: MaxTextConfig, template: Template, weights: Tree) -> Any:
     """The model with its weights. Weights in host memory are moved to the device here, except those
     of the layers, which are moved one layer at a time (see stack.py)."""
     if config.parameter_memory_host_offload:
@@ -131,21 +132,22 @@ def bind_model(config: MaxTextConfig, template: Template, weights: Any) -> Any:
 
 
 def training_inputs(config: MaxTextConfig, batch: Batch, key: jax.Array | None) -> LayerInputs:
-    # The padding is one more segment. compilation/aot.py runs a batch only where its rows have no more.
+    # The padding is one more segment. A step program (compilation/aot.py) runs only batches whose
+    # rows have no more.
     bound = config.max_segments_per_seq
     return replace(layer_inputs(config, batch, key), max_segments=0 if bound < 0 else bound + 1)
 
 
 def run_head(
-    head: Callable[..., Any],
-    models: Sequence[tuple[MaxTextConfig, Template, Any]],
-    *arrays: Any,
+    head: Callable[..., Tree],
+    models: Sequence[tuple[MaxTextConfig, Template, Tree]],
+    *arrays: Tree,
     out_axes: tuple[str | None, ...] = (),
-) -> Any:
+) -> Tree:
     """head(*models, *arrays), inside which the compiler chooses shardings. `models`: the
     configuration, template and weights of each."""
 
-    def run(outer_weights: Sequence[Any], *arrays: Any) -> Any:
+    def run(outer_weights: Sequence[Tree], *arrays: Tree) -> Tree:
         bound = [
             bind_model(config, template, weights | outer)
             for (config, template, weights), outer in zip(models, outer_weights, strict=True)
@@ -161,7 +163,7 @@ def run_head(
 
 
 def language_model_losses(
-    config: MaxTextConfig, template: Template, weights: Any, batch: Batch, key: jax.Array | None
+    config: MaxTextConfig, template: Template, weights: Tree, batch: Batch, key: jax.Array | None
 ) -> Losses:
     model = bind_model(config, template, weights)
     inputs = training_inputs(config, batch, key)
@@ -225,7 +227,7 @@ def sum_aux_losses(layer_aux: dict) -> dict[str, jax.Array]:
 def eval_loss_sums(
     config: MaxTextConfig,
     template: Template,
-    weights: Any,
+    weights: Tree,
     batch: Batch,
     counts_correct: bool = False,
 ) -> dict[str, jax.Array]:

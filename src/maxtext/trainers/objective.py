@@ -15,12 +15,14 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, Self
+from typing import Protocol, Self
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from maxtext.common.trees import merge_dicts
+from maxtext.common.types import Tree
 from maxtext.configs.types import MaxTextConfig
 from maxtext.layers.parameters import Template
 from maxtext.models.counts import forward_flops_per_token
@@ -68,11 +70,11 @@ class Objective(Protocol):
         """The divisor of each sum of `losses`."""
 
     def losses(
-        self, weights: Any, reference: Any, batch: Batch, key: jax.Array | None, step: jax.Array
+        self, weights: Tree, reference: Tree, batch: Batch, key: jax.Array | None, step: jax.Array
     ) -> Losses:
         """The losses of a microbatch. `step`: the number of steps done, for schedules."""
 
-    def eval_sums(self, weights: Any, reference: Any, batch: Batch) -> Sums:
+    def eval_sums(self, weights: Tree, reference: Tree, batch: Batch) -> Sums:
         """Sums over a batch of the evaluation data: `loss`, its divisor `count`, and more."""
 
     def eval_metrics(self, sums: dict[str, float]) -> dict[str, float]:
@@ -85,7 +87,7 @@ class Objective(Protocol):
         """The tokens of a batch, for throughput."""
 
     @property
-    def token_fields(self) -> dict[str, tuple[int, Any]]:
+    def token_fields(self) -> dict[str, tuple[int, DTypeLike]]:
         """Further fields of a batch of training, [rows, length, size]: their size and dtype."""
 
     @property
@@ -97,14 +99,14 @@ class Objective(Protocol):
         """FLOPs of the forward pass of the reference in every step; 0 if it does not run."""
 
     @property
-    def abstract_reference(self) -> Any:
+    def abstract_reference(self) -> Tree:
         """The weights of the reference as abstract arrays; None if there is no reference."""
 
     @property
-    def reference_axes(self) -> Any:
+    def reference_axes(self) -> Tree:
         """The logical axes of the reference, in the same tree."""
 
-    def make_reference(self, initial_weights: Callable[[], Any], shardings: Any) -> Any:
+    def make_reference(self, initial_weights: Callable[[], Tree], shardings: Tree) -> Tree:
         """The reference in these shardings; called if `abstract_reference` is not None.
         `initial_weights` returns the weights of the trained model before the first step."""
 
@@ -112,20 +114,20 @@ class Objective(Protocol):
     def starts_from_reference(self) -> bool:
         """Whether `start_weights` changes the weights that were loaded."""
 
-    def start_weights(self, weights: Any, reference: Any) -> Any:
+    def start_weights(self, weights: Tree, reference: Tree) -> Tree:
         """The weights of step 0, from those that were loaded; under jit."""
 
-    def constrain_weights(self, weights: Any) -> Any:
+    def constrain_weights(self, weights: Tree) -> Tree:
         """The weights after an update, with the equalities that the objective keeps."""
 
     @property
     def model_template(self) -> Template:
         """The model that is trained, as it runs."""
 
-    def model_weights(self, weights: Any, reference: Any) -> Any:
+    def model_weights(self, weights: Tree, reference: Tree) -> Tree:
         """The weights of `model_template`, from the trained ones; under jit."""
 
-    def trained_weights(self, model_weights: Any) -> Any:
+    def trained_weights(self, model_weights: Tree) -> Tree:
         """The trained weights before the first step, from those of `model_template`; under jit."""
 
 
@@ -150,7 +152,7 @@ class ModelObjective:
         return self
 
     @property
-    def token_fields(self) -> dict[str, tuple[int, Any]]:
+    def token_fields(self) -> dict[str, tuple[int, DTypeLike]]:
         return {}
 
     @property
@@ -162,34 +164,34 @@ class ModelObjective:
         return 0.0
 
     @property
-    def abstract_reference(self) -> Any:
+    def abstract_reference(self) -> Tree:
         return None
 
     @property
-    def reference_axes(self) -> Any:
+    def reference_axes(self) -> Tree:
         return None
 
-    def make_reference(self, initial_weights: Callable[[], Any], shardings: Any) -> Any:
+    def make_reference(self, initial_weights: Callable[[], Tree], shardings: Tree) -> Tree:
         return None
 
     @property
     def starts_from_reference(self) -> bool:
         return False
 
-    def start_weights(self, weights: Any, reference: Any) -> Any:
+    def start_weights(self, weights: Tree, reference: Tree) -> Tree:
         return weights
 
-    def constrain_weights(self, weights: Any) -> Any:
+    def constrain_weights(self, weights: Tree) -> Tree:
         return weights
 
     @property
     def model_template(self) -> Template:
         return self.template
 
-    def model_weights(self, weights: Any, reference: Any) -> Any:
+    def model_weights(self, weights: Tree, reference: Tree) -> Tree:
         return weights
 
-    def trained_weights(self, model_weights: Any) -> Any:
+    def trained_weights(self, model_weights: Tree) -> Tree:
         return model_weights
 
 
@@ -201,11 +203,11 @@ class LanguageModelObjective(ModelObjective):
         return token_counts(self.config, batch)
 
     def losses(
-        self, weights: Any, reference: Any, batch: Batch, key: jax.Array | None, step: jax.Array
+        self, weights: Tree, reference: Tree, batch: Batch, key: jax.Array | None, step: jax.Array
     ) -> Losses:
         return language_model_losses(self.config, self.template, weights, batch, key)
 
-    def eval_sums(self, weights: Any, reference: Any, batch: Batch) -> Sums:
+    def eval_sums(self, weights: Tree, reference: Tree, batch: Batch) -> Sums:
         return eval_loss_sums(
             self.config, self.template, weights, batch, counts_correct=self.has_prompts
         )
@@ -244,24 +246,24 @@ class PolicyObjective(ModelObjective, ABC):
         return forward_flops_per_token(self.config) if self.needs_reference else 0.0
 
     @property
-    def abstract_reference(self) -> Any:
+    def abstract_reference(self) -> Tree:
         """The result of `reference_weights`, as abstract arrays."""
         if not self.needs_reference:
             return None
         return jax.eval_shape(self.reference_weights, self.template.weights)
 
     @property
-    def reference_axes(self) -> Any:
+    def reference_axes(self) -> Tree:
         """Logical axes of the reference, in the same tree."""
         if has_adapters(self.config):
             trained = optimized_mask(self.config, self.template)
             return select(self.template.axes, trained) if self.config.lora_restore_path else {}
         return self.template.axes
 
-    def make_reference(self, initial_weights: Callable[[], Any], shardings: Any) -> Any:
+    def make_reference(self, initial_weights: Callable[[], Tree], shardings: Tree) -> Tree:
         return jax.jit(self.reference_weights, out_shardings=shardings)(initial_weights())
 
-    def reference_weights(self, weights: Any) -> Any:
+    def reference_weights(self, weights: Tree) -> Tree:
         """The reference of a policy that starts with these weights; under jit.
 
         A new adapter does not change the output, so its reference is the base, which the policy
@@ -274,7 +276,7 @@ class PolicyObjective(ModelObjective, ABC):
             return jax.tree.map(jnp.copy, select(weights, trained))
         return jax.tree.map(jnp.copy, self.template.cast(weights))
 
-    def reference_model(self, weights: Any, reference: Any) -> tuple[Template, Any]:
+    def reference_model(self, weights: Tree, reference: Tree) -> tuple[Template, Tree]:
         """The template of the reference and its weights, without a gradient. `weights`: those of
         the policy, which hold the base of adapters."""
         if not has_adapters(self.config):

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +10,7 @@ import optax
 
 from maxtext.common.errors import ConfigError
 from maxtext.common.log import LOGGER
+from maxtext.common.types import Tree
 from maxtext.configs.types import MaxTextConfig
 from maxtext.input_pipeline import RowFormat
 from maxtext.layers.adapters import AdapterSpec
@@ -115,7 +115,7 @@ class RunContext:
         """Whether the weights of the model that runs are computed from the trained ones."""
         return self.objective.model_template is not self.template
 
-    def model_weights(self, state: TrainState) -> Any:
+    def model_weights(self, state: TrainState) -> Tree:
         """The weights of the model as it runs; those of the state, unless they are computed from
         the trained ones."""
         if not self.computes_weights:
@@ -127,7 +127,7 @@ class RunContext:
             return compute(state.weights, state.reference)
 
     @cached_property
-    def trained(self) -> Any:
+    def trained(self) -> Tree:
         """Bools in the tree of the weights: what the optimizer updates."""
         return optimized_mask(self.config, self.template)
 
@@ -141,16 +141,16 @@ class RunContext:
         return flops + self.objective.reference_flops_per_token
 
     @property
-    def weight_axes(self) -> Any:
+    def weight_axes(self) -> Tree:
         """The logical axes of the weights."""
         return self.axes_and_weights[0]
 
     @property
-    def abstract_weights(self) -> Any:
+    def abstract_weights(self) -> Tree:
         return self.axes_and_weights[1]
 
     @cached_property
-    def axes_and_weights(self) -> tuple[Any, Any]:
+    def axes_and_weights(self) -> tuple[Tree, Tree]:
         """Axes and weights of the template; a frozen base may have quantized matrices (QLoRA)."""
         qtype, group = self.config.lora_weight_qtype, self.config.lora_tile_size
         return abstract_quantized(self.template, qtype, group, head=False)
@@ -177,7 +177,7 @@ class RunContext:
         """The state before the first step, with random weights and without a reference."""
         return self.state_from_weights(initial_weights(self.config, loop=True))
 
-    def state_from_weights(self, weights: Any) -> TrainState:
+    def state_from_weights(self, weights: Tree) -> TrainState:
         """The state before the first step, with these weights and without a reference."""
         return TrainState(
             step=jnp.zeros((), jnp.int32),

@@ -2,11 +2,12 @@
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import jax
+from jax.sharding import Sharding
 
 from maxtext.common.log import LOGGER
+from maxtext.common.types import Tree
 from maxtext.configs.types import MaxTextConfig
 from maxtext.layers.parameters import Template
 from maxtext.sharding import AxisRules
@@ -30,17 +31,17 @@ class Shardings:
     rules: AxisRules  # of the state
     program_rules: AxisRules  # of batches
     template: Template
-    weight_axes: Any  # logical axes of the weights
+    weight_axes: Tree  # logical axes of the weights
     abstract_state: TrainState
-    reference_axes: Any = None  # logical axes of abstract_state.reference
+    reference_axes: Tree = None  # logical axes of abstract_state.reference
 
     @property
-    def replicated(self) -> Any:
+    def replicated(self) -> Sharding:
         """The sharding of scalars, metrics and RNG keys."""
         return self.rules.replicated()
 
     @property
-    def one_per_device(self) -> Any:
+    def one_per_device(self) -> Sharding:
         """The sharding of a [devices] array."""
         return self.rules.one_per_device()
 
@@ -49,14 +50,14 @@ class Shardings:
         return len({device.process_index for device in self.rules.mesh.devices.flat}) > 1
 
     @cached_property
-    def weights(self) -> Any:
+    def weights(self) -> Tree:
         shardings = self.rules.shardings(self.weight_axes, self.abstract_state.weights)
         if self.config.parameter_memory_host_offload:
             return jax.tree.map(on_host, shardings)
         return shardings
 
     @cached_property
-    def gradients(self) -> Any:
+    def gradients(self) -> Tree:
         """The shardings of gradients when they reach the optimizer, and of its moments while it
         updates them: those of the weights, with ZeRO-1 also split over the data axis."""
         shardings = jax.tree.map(on_device, self.weights)
@@ -84,7 +85,7 @@ class Shardings:
             )
         }
 
-        def leaf_sharding(path: tuple, leaf: Any) -> Any:
+        def leaf_sharding(path: tuple, leaf: jax.ShapeDtypeStruct) -> Sharding:
             for start in range(len(path)):
                 shape, sharding = by_path.get(path[start:], (None, None))
                 if shape == leaf.shape:
@@ -99,11 +100,11 @@ class Shardings:
         return replace(self.state, reference=None)
 
     @cached_property
-    def reference(self) -> Any:
+    def reference(self) -> Tree:
         reference = self.abstract_state.reference
         return reference and self.rules.shardings(self.reference_axes, reference)
 
-    def batch(self, shape: tuple[int, ...]) -> Any:
+    def batch(self, shape: tuple[int, ...]) -> Sharding:
         """The sharding by the logical axes of input data, over the mesh axes that data_sharding
         allows."""
         allowed = {
@@ -114,7 +115,7 @@ class Shardings:
         axes = [*self.config.input_data_sharding_logical_axes, None][: len(shape)]
         return self.program_rules.sharding(axes, shape, allowed)
 
-    def constrain_gradients(self, gradients: Any) -> Any:
+    def constrain_gradients(self, gradients: Tree) -> Tree:
         """Under jit: with ZeRO-1, reduce-scatter gradients to the shards that a device updates."""
         if not self.config.shard_optimizer_over_data:
             return gradients
@@ -142,7 +143,7 @@ class Shardings:
         check_sharded_fraction(self.rules, axes, weights, config.sharding_tolerance)
 
 
-def with_shardings(tree: Any, shardings: Any) -> Any:
+def with_shardings(tree: Tree, shardings: Tree) -> Tree:
     """A tree of abstract arrays with these shardings."""
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),

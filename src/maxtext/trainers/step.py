@@ -13,13 +13,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import DTypeLike
 
 from maxtext.common.trees import merge_dicts
+from maxtext.common.types import Tree
 from maxtext.configs.types import MaxTextConfig
 from maxtext.layers.inputs import EXPERT_LOAD, INDEXER_LOSS, MAX_LOGITS, MAXIMA
 from maxtext.layers.lora import copy_sources, sum_copies, update_copies
@@ -38,7 +39,6 @@ from maxtext.trainers.trainable import (
     trains_only_indexers,
 )
 
-Tree = dict
 # (weights of a block, its auxiliary output, the stacked axis or None) -> weights
 BlockUpdate = Callable[[Tree, jax.Array, int | None], Tree]
 
@@ -118,10 +118,10 @@ class TrainState:
     objective compares with (DPO, distillation), or None; they are not saved."""
 
     step: jax.Array
-    weights: Any
-    opt_state: Any
+    weights: Tree
+    opt_state: Tree
     nonfinite_steps: jax.Array
-    reference: Any = None
+    reference: Tree = None
 
 
 @jax.tree_util.register_dataclass
@@ -145,7 +145,7 @@ def make_train_step(
     objective: Objective,
     optimizer: optax.GradientTransformationExtraArgs,
     schedule: Callable[[jax.Array], jax.Array],
-    constrain_gradients: Callable[[Any], Any] = lambda gradients: gradients,
+    constrain_gradients: Callable[[Tree], Tree] = lambda gradients: gradients,
 ) -> Callable[[TrainState, Batch, jax.Array], tuple[TrainState, Metrics]]:
     """(state, batch, key) -> (state, metrics). `constrain_gradients` gives gradients the sharding
     in which the optimizer updates them."""
@@ -213,8 +213,8 @@ def make_train_step(
 
 
 def compute_gradients(
-    objective: Objective, trained: Any, state: TrainState, batch: Batch, key: jax.Array
-) -> tuple[Any, LossReport]:
+    objective: Objective, trained: Tree, state: TrainState, batch: Batch, key: jax.Array
+) -> tuple[Tree, LossReport]:
     """The gradients of the trained weights over all microbatches of the batch."""
     config = objective.config
     microbatches = config.gradient_accumulation_steps
@@ -222,7 +222,7 @@ def compute_gradients(
     frozen_weights = select(state.weights, trained, keep=False)
 
     def loss(
-        trained_weights: Any, microbatch: Batch, key: jax.Array | None
+        trained_weights: Tree, microbatch: Batch, key: jax.Array | None
     ) -> tuple[jax.Array, LossReport]:
         frozen = frozen_weights
         if microbatches > 1:
@@ -245,7 +245,7 @@ def compute_gradients(
     )
 
 
-def bind_to_microbatch(frozen_weights: Any, microbatch: Batch) -> tuple[Any, Batch]:
+def bind_to_microbatch(frozen_weights: Tree, microbatch: Batch) -> tuple[Tree, Batch]:
     """Both unchanged. A compiler would move what is computed of frozen weights alone, such as
     dequantized weights or other layouts, out of the loop over microbatches, and keep all of it."""
     return jax.lax.optimization_barrier((frozen_weights, microbatch))
@@ -255,7 +255,7 @@ def uses_dropout(config: MaxTextConfig) -> bool:
     return (config.enable_dropout and config.dropout_rate > 0) or config.lora_dropout > 0
 
 
-def zero_unless_trained(config: MaxTextConfig, tree: Any) -> Any:
+def zero_unless_trained(config: MaxTextConfig, tree: Tree) -> Tree:
     """Gradients or updates. During indexer warm-up those of other weights are 0, which then neither
     count in norms nor decay."""
     if not trains_only_indexers(config):
@@ -291,7 +291,7 @@ def skip_update_if_nonfinite(
     return replace(select_tree(count >= limit, before, after), nonfinite_steps=count)
 
 
-def select_tree(condition: jax.Array, on_true: Any, on_false: Any) -> Any:
+def select_tree(condition: jax.Array, on_true: Tree, on_false: Tree) -> Tree:
     return jax.tree.map(
         lambda true, false: jax.lax.select(condition, true, false), on_true, on_false
     )
@@ -305,12 +305,12 @@ def updates_done(state: TrainState) -> jax.Array:
 
 def accumulate(
     gradient: Callable,
-    weights: Any,
+    weights: Tree,
     batch: Batch,
     key: jax.Array | None,
     microbatches: int,
-    accum_dtype: Any = jnp.float32,
-) -> tuple[Any, Any]:
+    accum_dtype: DTypeLike = jnp.float32,
+) -> tuple[Tree, Tree]:
     """gradient(weights, microbatch, key), summed over `microbatches` equal parts of the batch.
 
     Gradients are summed in `accum_dtype`, or in their own dtype if that is wider: a sum in bfloat16
@@ -321,7 +321,7 @@ def accumulate(
     parts = jax.tree.map(partial(split_rows, microbatches=microbatches), batch)
     gradient = with_accum_dtype(gradient, accum_dtype)
 
-    def add(total: Any, indexed: tuple[jax.Array, Batch]) -> tuple[Any, None]:
+    def add(total: Tree, indexed: tuple[jax.Array, Batch]) -> tuple[Tree, None]:
         index, microbatch = indexed
         microbatch_key = None if key is None else jax.random.fold_in(key, index)
         values = gradient(weights, microbatch, microbatch_key)
@@ -332,10 +332,10 @@ def accumulate(
     return total
 
 
-def with_accum_dtype(gradient: Callable, accum_dtype: Any) -> Callable:
+def with_accum_dtype(gradient: Callable, accum_dtype: DTypeLike) -> Callable:
     """`gradient`, with gradients in `accum_dtype`, or in their own dtype if that is wider."""
 
-    def run(*args: Any) -> tuple[Any, Any]:
+    def run(*args: Tree) -> tuple[Tree, Tree]:
         gradients, aux = gradient(*args)
         gradients = jax.tree.map(
             lambda leaf: leaf.astype(jnp.promote_types(leaf.dtype, accum_dtype)), gradients
@@ -362,6 +362,6 @@ def accumulate_leaf(path: tuple, total: jax.Array, value: jax.Array) -> jax.Arra
     return jnp.maximum(total, value) if is_maximum else total + value
 
 
-def make_eval_step(objective: Objective) -> Callable[[Any, Any, Batch], Metrics]:
+def make_eval_step(objective: Objective) -> Callable[[Tree, Tree, Batch], Metrics]:
     """(weights, reference, batch) -> sums over the batch, of the losses and of their divisors."""
     return objective.eval_sums

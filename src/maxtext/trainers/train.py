@@ -6,7 +6,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import jax
 
@@ -16,6 +15,7 @@ from maxtext.common.errors import out_of_memory
 from maxtext.common.log import LOGGER
 from maxtext.common.run_lock import RunLock
 from maxtext.common.signals import call_on_signals
+from maxtext.common.types import Json
 from maxtext.configs.derive import run_folder
 from maxtext.configs.startup import configure_process
 from maxtext.configs.types import MaxTextConfig
@@ -37,7 +37,7 @@ from maxtext.trainers.step import TrainState
 class Result:
     context: RunContext
     state: TrainState
-    summary: dict[str, Any]
+    summary: Json
     signal: int | None = None  # that ended the run before its steps were done
 
 

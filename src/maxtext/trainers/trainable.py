@@ -3,16 +3,15 @@
 A subtree of weights is a nested dict without the leaves, and without the empty dicts, of the rest.
 """
 
-from typing import Any
-
 import jax
 
+from maxtext.common.types import Tree
 from maxtext.configs.types import MaxTextConfig
 from maxtext.layers.parameters import Template
 from maxtext.optimizers import match_patterns, parameter_paths, trainable_mask
 
 
-def optimized_mask(config: MaxTextConfig, template: Template, warn: bool = False) -> Any:
+def optimized_mask(config: MaxTextConfig, template: Template, warn: bool = False) -> Tree:
     """Bools in the tree of the weights: what the optimizer has state for. `warn`: log patterns of
     trainable_parameters_mask and student_params_to_update that match nothing."""
     mask = trainable_mask(config, template.axes, template.trained, warn=warn)
@@ -39,14 +38,14 @@ def trains_only_indexers(config: MaxTextConfig) -> bool:
     )
 
 
-def in_indexers(tree: Any) -> Any:
+def in_indexers(tree: Tree) -> Tree:
     """Bools in a tree of weights: what indexer warm-up changes."""
     return jax.tree.map_with_path(
         lambda path, _: any(getattr(entry, "key", None) == "indexer" for entry in path), tree
     )
 
 
-def select(tree: Any, mask: Any, keep: bool = True) -> Any:
+def select(tree: Tree, mask: Tree, keep: bool = True) -> Tree:
     """The subtree of the leaves whose mask is `keep`. A leaf of the mask may stand for any object
     of the tree."""
     if not isinstance(mask, dict):

@@ -18,6 +18,7 @@ from maxtext.checkpoint.open import Checkpoint, open_checkpoint
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.common.files import local_path
 from maxtext.common.hub import find_folder
+from maxtext.common.types import Json
 from maxtext.configs import fields
 from maxtext.configs.derive import run_folder
 from maxtext.configs.provenance import Layer
@@ -37,6 +38,8 @@ from maxtext.trainers.methods.rl.agents.environment import EnvironmentFactory
 from maxtext.trainers.methods.rl.rewards.functions import RewardFunction, reward_functions
 from maxtext.trainers.train import Result, train
 
+# Rows, or the path of a file of rows; None: the keys name the data
+TrainingData = str | os.PathLike | Iterable[Mapping[str, object]] | None
 PARQUET, JSONL = ".parquet", (".jsonl", ".json")
 
 
@@ -44,7 +47,7 @@ PARQUET, JSONL = ".parquet", (".jsonl", ".json")
 class TuningRun:
     """A finished run. `metrics` has one dict per step that this process ran."""
 
-    metrics: list[dict[str, Any]]
+    metrics: list[Json]
     folder: Path | None  # None: nothing was left on disk
     result: Result
     checkpoint: Checkpoint | None
@@ -55,7 +58,7 @@ class TuningRun:
         return trained_llm(self.result.context, self.result.state, self.checkpoint)
 
 
-def sft(model: str | os.PathLike, data: Any = None, **keys: Any) -> TuningRun:
+def sft(model: str | os.PathLike, data: TrainingData = None, **keys: Any) -> TuningRun:
     """Supervised fine-tuning.
 
     `model`: a folder or name, as for `LLM.load`. `data`: a list of rows, the path of a JSONL or
@@ -64,24 +67,24 @@ def sft(model: str | os.PathLike, data: Any = None, **keys: Any) -> TuningRun:
     return fine_tune("sft", model, data, keys)
 
 
-def dpo(model: str | os.PathLike, data: Any = None, **keys: Any) -> TuningRun:
+def dpo(model: str | os.PathLike, data: TrainingData = None, **keys: Any) -> TuningRun:
     """Direct preference optimization; takes the arguments of `sft`."""
     return fine_tune("dpo", model, data, keys)
 
 
-def orpo(model: str | os.PathLike, data: Any = None, **keys: Any) -> TuningRun:
+def orpo(model: str | os.PathLike, data: TrainingData = None, **keys: Any) -> TuningRun:
     """Odds-ratio preference optimization; takes the arguments of `sft`."""
     return fine_tune("orpo", model, data, keys)
 
 
-def reward(model: str | os.PathLike, data: Any = None, **keys: Any) -> TuningRun:
+def reward(model: str | os.PathLike, data: TrainingData = None, **keys: Any) -> TuningRun:
     """Train a reward model on preference pairs; takes the arguments of `sft`. The run writes it to
     `reward_model/` in its folder, or with lora_rank to `adapter/`."""
     return fine_tune("reward", model, data, keys)
 
 
 def distill(
-    student: str | os.PathLike, teacher: str | os.PathLike, data: Any = None, **keys: Any
+    student: str | os.PathLike, teacher: str | os.PathLike, data: TrainingData = None, **keys: Any
 ) -> TuningRun:
     """Distill a teacher into a student; `teacher` is a folder. The other arguments are as in
     `sft`.
@@ -95,9 +98,9 @@ def distill(
 
 def grpo(
     model: str | os.PathLike,
-    data: Any = None,
-    rewards: Sequence[Callable[..., Any]] = (),
-    tools: Sequence[Callable[..., Any]] = (),
+    data: TrainingData = None,
+    rewards: Sequence[Callable[..., object]] = (),
+    tools: Sequence[Callable[..., object]] = (),
     environment: EnvironmentFactory | None = None,
     **keys: Any,
 ) -> TuningRun:
@@ -117,7 +120,7 @@ def grpo(
     return fine_tune("grpo", model, data, keys, reward_functions(rewards), agent)
 
 
-def encode(row: Mapping[str, Any], tokenizer: str | os.PathLike, **keys: Any) -> dict[str, Any]:
+def encode(row: Mapping[str, object], tokenizer: str | os.PathLike, **keys: Any) -> Json:
     """The token ids of a row, and the mask of the tokens that `sft` trains on. `tokenizer`: a path,
     as in tokenizer_path.
     """
@@ -127,7 +130,7 @@ def encode(row: Mapping[str, Any], tokenizer: str | os.PathLike, **keys: Any) ->
 
 
 def encode_pair(
-    row: Mapping[str, Any], tokenizer: str | os.PathLike, **keys: Any
+    row: Mapping[str, object], tokenizer: str | os.PathLike, **keys: Any
 ) -> dict[str, list[int]]:
     """The token ids of the prompt and of the two completions that `dpo` and `orpo` compare."""
     config, loaded = tokenizer_config("dpo", tokenizer, keys)
@@ -136,7 +139,7 @@ def encode_pair(
 
 
 def tokenizer_config(
-    method: str, tokenizer: str | os.PathLike, keys: Mapping[str, Any]
+    method: str, tokenizer: str | os.PathLike, keys: Mapping[str, object]
 ) -> tuple[MaxTextConfig, Tokenizer]:
     """A configuration without a model, and the tokenizer at a path."""
     overrides = from_python({"tokenizer_path": str(tokenizer), **keys})
@@ -147,8 +150,8 @@ def tokenizer_config(
 def fine_tune(
     method: str,
     model: str | os.PathLike,
-    data: Any,
-    keys: Mapping[str, Any],
+    data: TrainingData,
+    keys: Mapping[str, object],
     rewards: Sequence[RewardFunction] = (),
     agent: Agent | None = None,
 ) -> TuningRun:
@@ -181,7 +184,7 @@ def model_overrides(
     )
 
 
-def data_keys(data: Any, folder: str) -> dict[str, Any]:
+def data_keys(data: TrainingData, folder: str) -> Json:
     """The keys of the training data: at a path, or rows, which are written to `folder`."""
     if data is None:
         return {}
@@ -192,7 +195,7 @@ def data_keys(data: Any, folder: str) -> dict[str, Any]:
     return {"dataset_type": "grain", "grain_file_type": kind, "grain_train_files": str(path)}
 
 
-def write_rows(rows: Iterable[Mapping[str, Any]], folder: str) -> Path:
+def write_rows(rows: Iterable[Mapping[str, object]], folder: str) -> Path:
     path = Path(folder) / "rows.jsonl"
     with path.open("w", encoding="utf-8") as file:
         for index, row in enumerate(rows):
@@ -207,7 +210,7 @@ class CollectMetrics(Hook):
     """The metrics of each step, with its number."""
 
     def __init__(self) -> None:
-        self.metrics: list[dict[str, Any]] = []
+        self.metrics: list[Json] = []
 
     def on_metrics(self, loop: Loop, step: int, metrics: dict[str, float], seconds: float) -> None:
         tokens = metrics["total_weights"]

@@ -82,23 +82,23 @@ def run(q, new, pool, table, positions=POSITIONS, **options):
     return np.asarray(context, np.float32), after
 
 
-BLOCKS_AND_SPLITS = [(4, None), (8, 3), (64, 1)]  # each block size and each number of splits
+TILES_AND_SPLITS = [(4, None), (8, 3), (64, 1)]  # each tile size and each number of splits
 
 
 @pytest.mark.parametrize(
-    ("block", "splits"),
+    ("tile_size", "splits"),
     [
-        *BLOCKS_AND_SPLITS,
+        *TILES_AND_SPLITS,
         *(
             pytest.param(*case, marks=pytest.mark.exhaustive)
             for case in itertools.product((4, 8, 64), (None, 1, 3))
-            if case not in BLOCKS_AND_SPLITS
+            if case not in TILES_AND_SPLITS
         ),
     ],
 )
-def test_rows_of_different_lengths(block, splits):
+def test_rows_of_different_lengths(tile_size, splits):
     q, new, pool, table = problem()
-    context, after = run(q, new, pool, table, block=block, splits=splits)
+    context, after = run(q, new, pool, table, tile_size=tile_size, splits=splits)
     right = write_tokens(new, pool, table)
     np.testing.assert_allclose(context, reference(q, right, table), atol=TOLERANCE)
     assert not context[1].any()
@@ -132,7 +132,7 @@ def test_pages_of_several_rows_are_read_once(positions, shared_rows, splits):
     table = np.array(table)
     table[shared_rows, :2] = table[shared_rows[0], :2]
     pages = [row[:3].tolist() for row in table]
-    groups = PrefixGroups.from_pages(pages, range(BATCH), BATCH, PAGE)
+    groups = PrefixGroups.from_blocks(pages, range(BATCH), BATCH, PAGE)
     assert sorted(groups.rows[groups.rows < BATCH]) == shared_rows
     assert groups.lengths.tolist() == [2 * PAGE]
     table = jnp.asarray(table)
@@ -140,7 +140,7 @@ def test_pages_of_several_rows_are_read_once(positions, shared_rows, splits):
     if splits > 1:
         options["sinks"] = jnp.arange(HEADS, dtype=jnp.float32) / 3
     context, after = run(
-        q, new, pool, table, positions, groups=groups, splits=splits, block=8, **options
+        q, new, pool, table, positions, groups=groups, splits=splits, tile_size=8, **options
     )
     right = write_tokens(new, pool, table, positions)
     expected = reference(q, right, table, positions, **options)
@@ -152,7 +152,7 @@ def test_pages_of_several_rows_are_read_once(positions, shared_rows, splits):
     others = np.setdiff1d(shared_rows, groups.rows[0, 0])
     elsewhere = table.at[others, :2].set(0)
     context, _ = run(
-        q, new, pool, elsewhere, positions, groups=groups, splits=splits, block=8, **options
+        q, new, pool, elsewhere, positions, groups=groups, splits=splits, tile_size=8, **options
     )
     np.testing.assert_allclose(context, expected, atol=TOLERANCE)
 
@@ -169,7 +169,7 @@ def test_pages_of_several_rows_are_read_once(positions, shared_rows, splits):
 )
 def test_groups_are_rows_that_begin_with_the_same_pages(pages, expected):
     rows = range(10, 10 + len(pages))
-    groups = PrefixGroups.from_pages(pages, rows, 20, PAGE)
+    groups = PrefixGroups.from_blocks(pages, rows, 20, PAGE)
     actual = {
         tuple(sorted(int(row) - 10 for row in members if row < 20)): int(length) // PAGE
         for members, length in zip(groups.rows, groups.lengths, strict=True)
@@ -225,7 +225,7 @@ def test_unwritten_slots_are_not_read():
         name: jnp.where(written[..., None, None], array, 1e30).astype(DTYPE)
         for name, array in pool.items()
     }
-    context, _ = run(q, new, dirty, table, block=8)
+    context, _ = run(q, new, dirty, table, tile_size=8)
     right = write_tokens(new, pool, table)
     np.testing.assert_allclose(context, reference(q, right, table), atol=TOLERANCE)
 
@@ -273,7 +273,7 @@ def test_kernel_lowers_for_gpus(dtype, page):
         ((128, 64, "int4", "gpu"), "does not read int4"),
         ((96, 64, "bfloat16", "gpu"), "a head_dim of 96"),
         ((8, 64, "bfloat16", "gpu"), "a head_dim of 8"),
-        ((128, 20, "int8", "gpu"), "pages of 20 tokens"),
+        ((128, 20, "int8", "gpu"), "blocks of 20 tokens"),
         ((128, 1536, "int8", "gpu"), None),
         ((64, 32, "float16", "gpu"), None),
         ((512, 64, "bfloat16", "gpu"), None),

@@ -12,6 +12,7 @@ from maxtext.trainers.compilation.compile import OutOfDeviceMemory, compile_trai
 from maxtext.trainers.memory import usage
 from maxtext.trainers.memory.usage import FreeMemory
 from maxtext.trainers.run_context import RunContext
+from tests.trainers.conftest import LENGTH
 
 GIB = 2**30
 SMALL = ("decoder_block=simple_mlp", "base_num_decoder_layers=2", "max_target_length=64")
@@ -39,6 +40,54 @@ def test_a_state_that_does_not_fit_is_refused_whatever_the_batch(configure, log_
     forced = RunContext.from_config(configure("check_memory=false"))
     usage.check_state(forced, FreeMemory(needed - 1))
     assert "expect it to fail or to swap" in log_messages[-1]
+
+
+def test_a_shortage_of_host_memory_is_refused(configure):
+    free = FreeMemory(GIB, host=3 * GIB)
+    assert free.shortage(MemoryBytes(GIB, host=3 * GIB)) == ""
+    assert FreeMemory(GIB).shortage(MemoryBytes(GIB, host=2**60)) == ""  # it is not known
+    assert free.shortage(MemoryBytes(GIB, host=7 * GIB // 2)) == (
+        "needs 3.50 GiB of host memory for each device, and 3.00 GiB are free"
+    )
+
+
+def test_an_offloaded_state_is_refused_by_the_memory_of_the_host(configure):
+    """Of three float32 arrays for each weight, the two moments are on the host."""
+    context = RunContext.from_config(configure("optimizer_memory_host_offload=true"))
+    host = 8 * parameter_count(context.template.weights)
+    usage.check_state(context, FreeMemory(None, host=host))
+    with pytest.raises(OutOfDeviceMemory, match="the state of training.* of host memory for each"):
+        usage.check_state(context, FreeMemory(None, host=host - 1))
+
+
+def test_a_state_that_does_not_fit_with_the_cache_of_a_rollout_is_refused(configure, log_messages):
+    """48 rollouts, with the keys and values of 2 heads of 8 float32 numbers of each token. The
+    engine samples fewer at a time if memory is short."""
+    context = RunContext.from_config(configure(*PROMPTS, "kv_cache_buffer=4"))
+    state, cache = usage.state_bytes(context).device, (LENGTH + 4) * 2 * 2 * 8 * 4
+    usage.check_state(context, FreeMemory(state + 48 * cache))
+    assert not any("sampling" in message for message in log_messages)
+    for free in (state + 48 * cache - 1, state + cache):
+        usage.check_state(context, FreeMemory(free))
+        assert "so fewer are sampled at a time: lower max_target_length=" in log_messages[-1]
+    refusal = f"sampling one rollout with .* are free: lower max_target_length={LENGTH}; "
+    with pytest.raises(OutOfDeviceMemory, match=refusal):
+        usage.check_state(context, FreeMemory(state + cache - 1))
+
+
+def test_offloaded_weights_are_on_the_device_while_rollouts_are_sampled(configure):
+    keys = (
+        "parameter_memory_host_offload=true", "optimizer_memory_host_offload=true",
+        "kv_cache_buffer=0", "grpo_beta=0",
+    )  # fmt: skip
+    context = RunContext.from_config(configure(*PROMPTS, *keys))
+    weights = 4 * parameter_count(context.template.weights)
+    needed = usage.sampling_bytes(context)
+    caches = 48 * LENGTH * 2 * 2 * 8 * 4
+    assert weights + caches <= needed.device <= weights + caches + 100
+    assert needed.host == 3 * weights
+    pretraining = RunContext.from_config(configure())
+    assert usage.sampling_bytes(pretraining) == MemoryBytes()
 
 
 def test_weights_that_do_not_fit_are_refused_before_they_are_created(capsys, monkeypatch, tmp_path):

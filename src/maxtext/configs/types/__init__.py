@@ -14,6 +14,7 @@ from maxtext.configs.types.data import *
 from maxtext.configs.types.derived import *
 from maxtext.configs.types.derived import Architecture
 from maxtext.configs.types.diagnostics import *
+from maxtext.configs.types.distillation import *
 from maxtext.configs.types.enums import *
 from maxtext.configs.types.inference import *
 from maxtext.configs.types.key import Declaration, Group, declaration_of

@@ -339,7 +339,7 @@ class PagedAttention(Group):
     )
     pagedattn_max_pages_per_group: int = key(
         -1,
-        "Most pages one request may hold; -1: enough for max_target_length",
+        "Maximum number of pages that one request may hold; -1: enough for max_target_length",
         needs=PAGED_OR_PREFIX_CACHE,
     )
     pagedattn_head_dim_alignment: int = key(

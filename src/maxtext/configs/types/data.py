@@ -134,7 +134,7 @@ class DatasetGeneral(Group):
     )
     max_segments_per_seq: int = key(
         -1,
-        "Most documents packed into one sequence; -1 = no limit",
+        "Maximum number of documents packed into one sequence; -1 = no limit",
         low=1,
         special=(-1,),
         needs=PACKED_HERE,

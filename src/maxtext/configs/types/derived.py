@@ -3,10 +3,11 @@
 Attributes of a published checkpoint that no key names.
 """
 
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from maxtext.common.types import Json
 from maxtext.configs.types.key import Group, key
 
 LayerKind = Literal["full", "sliding", "chunk", "linear"]
@@ -18,7 +19,7 @@ class Architecture(BaseModel):
     layer_kinds: tuple[LayerKind, ...] | None = None  # the attention mask of each layer
     moe_layers: tuple[bool, ...] | None = None  # which layers have experts
     rope_layers: tuple[bool, ...] | None = None  # which layers have rotary positions
-    rope: dict[LayerKind | Literal["all"], dict[str, Any]] | None = (
+    rope: dict[LayerKind | Literal["all"], Json] | None = (
         None  # the fields of a RopeSpec, by kind of layer
     )
     softmax_scale: float | None = None

@@ -6,12 +6,16 @@ A `Need` is a condition of the settings, for a key that needs more than one othe
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
+from maxtext.common.types import Json
 from maxtext.configs.types.enums import DatasetType, ShardMode
+
+if TYPE_CHECKING:
+    from maxtext.configs.types import Settings
 
 INT32_MAX, INT64_MAX = 2**31 - 1, 2**63 - 1
 
@@ -40,7 +44,7 @@ ACTS = Status("acts")
 class Need:
     """A key does nothing while `condition` is false; `requirement` says in words what it asks."""
 
-    condition: Callable[[Any], object]
+    condition: Callable[["Settings"], object]
     requirement: str
 
 
@@ -56,8 +60,8 @@ class Declaration:
     # A key that must be set, or what else is required, in the order of the checks
     needs: tuple[str | Need, ...] = ()
     status: Status = ACTS
-    accepts: Any = None  # of a key that does not act: a value that describes what happens anyway
-    base: Any = None  # its value in base.yml, if that is not the default of its type
+    accepts: object = None  # of a key that does not act: a value that describes what happens anyway
+    base: object = None  # its value in base.yml, if that is not the default of its type
 
     @property
     def bounds(self) -> str:
@@ -80,8 +84,8 @@ def key(
     is_path: bool = False,
     needs: str | Need | Iterable[str | Need] = (),
     status: Status = ACTS,
-    accepts: Any = None,
-    base: Any = None,
+    accepts: object = None,
+    base: object = None,
 ) -> Any:
     """A field of a group, as `Declaration` describes it. The default `list` or `dict` is empty."""
     declaration = Declaration(
@@ -97,7 +101,7 @@ def key(
         accepts=accepts,
         base=base,
     )
-    extra: dict[str, Any] = {"declaration": declaration}
+    extra: Json = {"declaration": declaration}
     if default is list or default is dict:
         return Field(default_factory=default, json_schema_extra=extra)
     return Field(default=default, json_schema_extra=extra)
@@ -112,25 +116,25 @@ def declaration_of(field: FieldInfo) -> Declaration:
 SMOOTHED_LOSSES = ("sigmoid", "robust", "simpo", "orpo")
 
 
-def uses_mla(settings: Any) -> bool:
+def uses_mla(settings: "Settings") -> bool:
     return settings.attention_type == "mla"
 
 
-def saves_custom_tensors(settings: Any) -> bool:
+def saves_custom_tensors(settings: "Settings") -> bool:
     return settings.remat_policy == "custom"
 
 
-def distills(settings: Any) -> bool:
+def distills(settings: "Settings") -> bool:
     """Whether the model learns from a teacher."""
     return bool(settings.teacher_overrides or settings.offline_data_dir)
 
 
-def samples_completions(settings: Any) -> bool:
+def samples_completions(settings: "Settings") -> bool:
     """Whether training samples completions, from the student or from its teacher."""
     return settings.use_gkd and (settings.gkd_lambda > 0 or settings.gkd_seq_kd)
 
 
-def rope_is_scaled(settings: Any) -> bool:
+def rope_is_scaled(settings: "Settings") -> bool:
     return settings.rope_type.value == "yarn" or (
         settings.rope_type.value == "llama3.1" and settings.rope_use_scale
     )

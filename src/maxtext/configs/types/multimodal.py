@@ -239,7 +239,8 @@ class AudioEncoder(Group):
     )
     max_source_positions_for_audio: int = key(
         1500,
-        "Rows of the fixed sine position table, hence most positions after the convolutions",
+        "Rows of the fixed sine position table: the maximum number of positions after the "
+        "convolutions",
         status=inert.MULTIMODAL,
     )
     scale_embedding_for_audio: bool = key(

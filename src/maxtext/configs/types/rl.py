@@ -1,7 +1,8 @@
 """Reinforcement learning: hardware split, rollouts, rewards."""
 
-from typing import Any, Literal
+from typing import Literal
 
+from maxtext.common.types import Json
 from maxtext.configs.types import inert
 from maxtext.configs.types.key import (
     KL,
@@ -121,14 +122,14 @@ class VLLM(Group):
     )
     max_num_batched_tokens: int | None = key(
         None,
-        "Most tokens of prompts that the engine prefills in one step; longer prompts are "
+        "Maximum number of prompt tokens that the engine prefills in one step; longer prompts are "
         "split; null = 4096",
         low=1,
         needs="use_grpo",
     )
     max_num_seqs: int | None = key(
         None,
-        "Most rollouts that the engine works on at once; null = as many as fit",
+        "Maximum number of rollouts that the engine works on at once; null = as many as fit",
         low=1,
         needs="use_grpo",
     )
@@ -138,12 +139,12 @@ class VLLM(Group):
         "end-of-sequence token",
         needs="use_grpo",
     )
-    vllm_additional_config: dict[str, Any] = key(
+    vllm_additional_config: Json = key(
         dict,
         "Extra settings passed to vLLM as they are, as a mapping; empty = none",
         status=inert.NOT_VLLM,
     )
-    vllm_hf_overrides: dict[str, Any] = key(
+    vllm_hf_overrides: Json = key(
         dict,
         "Values that replace entries of the Hugging Face config vLLM reads, as a mapping",
         status=inert.NOT_VLLM,
@@ -218,7 +219,7 @@ class RL(Group):
     )
     max_concurrency: int = key(
         256,
-        "Most conversations that are open at once when use_agentic_rollout=true",
+        "Maximum number of conversations that are open at once when use_agentic_rollout=true",
         low=1,
         needs="use_agentic_rollout",
     )
@@ -345,7 +346,7 @@ class PolicyOptimization(Group):
     )
     max_turns: int = key(
         8,
-        "Most turns of the model in a conversation with use_agentic_rollout=true",
+        "Maximum number of turns of the model in a conversation with use_agentic_rollout=true",
         low=1,
         needs=("use_grpo", "use_agentic_rollout"),
     )

@@ -1,7 +1,8 @@
 """Reinforcement learning: evaluation, rewards and the format of responses."""
 
-from typing import Any, Literal
+from typing import Literal
 
+from maxtext.common.types import Json
 from maxtext.configs.types.key import RL_EVALUATION, Group, key
 
 
@@ -14,7 +15,7 @@ class RLEvaluation(Group):
         "generation_configs",
         needs=RL_EVALUATION,
     )
-    generation_configs: dict[str, Any] = key(
+    generation_configs: Json = key(
         dict,
         "Named ways to sample: each name maps to eval_temperature, eval_top_k and eval_top_p",
         needs=RL_EVALUATION,

@@ -1,31 +1,25 @@
-"""The training loop, optimizers, and fine-tuning methods."""
+"""The training loop, optimizers, and fine-tuning methods, except distillation."""
 
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from maxtext.configs.types import inert
 from maxtext.configs.types.enums import LearningRateScheduleType, OptimizerType, WsdDecayStyle
 from maxtext.configs.types.key import (
-    A_TEACHER,
     ADAPTERS,
     EVALUATION,
-    FEATURE_LOSS,
     FINE_TUNING,
-    FINE_TUNING_OR_TEACHER,
     FOUR_BIT_BASE,
     INT64_MAX,
     LORA_IF_ENABLED,
     LOSS_OF_EVALUATION,
     NEW_ADAPTERS,
-    NO_GKD,
     NOT_ORPO,
     ORPO,
     PAIRS,
     REFERENCE,
     REWARD_MODEL,
-    RUNNING_TEACHER,
-    SAMPLED_COMPLETIONS,
     SIMPO,
     SMOOTHED_LOSS,
     Group,
@@ -380,151 +374,4 @@ class Adapters(Group):
     )
     max_adapters: int = key(
         8, "Adapters that can be loaded at a time for generation; each has a slot in memory", low=1
-    )
-
-
-class Distillation(Group):
-    """How a student model learns from a teacher's outputs and weights."""
-
-    student_overrides: dict[str, Any] = key(
-        dict,
-        "Config keys and values that apply to the student model only, such as model_name",
-        needs=A_TEACHER,
-    )
-    teacher_overrides: dict[str, Any] = key(
-        dict,
-        "Config keys and values that apply to the teacher only, such as model_name and "
-        "load_parameters_path",
-    )
-    offline_data_dir: str | None = key(
-        None,
-        "Folder of `maxtext distill-logits`, the training data with a teacher's logits; none "
-        "= run a teacher",
-        is_path=True,
-    )
-    distill_alpha: float = key(
-        0.5,
-        "Weight of the teacher KL term, 0 to 1; the true-label loss gets the rest",
-        low=0,
-        high=1,
-        needs=(A_TEACHER, NO_GKD),
-    )
-    distill_temperature: float = key(
-        1.0,
-        "Softens teacher and student probabilities before the KL; the KL is scaled by its square",
-        needs=A_TEACHER,
-    )
-    distill_beta: float = key(
-        0.0,
-        "Weight of the feature loss between the attention outputs of student and teacher "
-        "layers; 0 = off",
-        low=0,
-        needs=(RUNNING_TEACHER, NO_GKD),
-    )
-    distill_feature_loss_type: Literal["cosine", "l2"] = key(
-        "cosine",
-        "Distance between student and teacher features: cosine or l2; needs distill_beta > 0",
-        needs=FEATURE_LOSS,
-    )
-    distill_layer_indices: None | list = key(
-        None,
-        "Layers whose attention outputs enter the feature loss; none = all, of equally deep models",
-        needs=FEATURE_LOSS,
-    )
-    distill_alpha_end: float | None = key(
-        None,
-        "Value distill_alpha reaches at the last step of its schedule; none = keep the start value",
-        low=0,
-        high=1,
-        needs=(A_TEACHER, NO_GKD),
-    )
-    distill_alpha_schedule: Literal["constant", "linear", "cosine"] = key(
-        "constant",
-        "Path from distill_alpha to distill_alpha_end: constant, linear or cosine",
-        needs=(A_TEACHER, NO_GKD),
-    )
-    distill_temperature_end: float | None = key(
-        None,
-        "Value distill_temperature reaches at the last step; none = keep the start value",
-        needs=A_TEACHER,
-    )
-    distill_temperature_schedule: Literal["constant", "linear", "cosine"] = key(
-        "constant",
-        "Path from distill_temperature to distill_temperature_end: constant, linear or cosine",
-        needs=A_TEACHER,
-    )
-    distill_beta_end: float | None = key(
-        None,
-        "Value distill_beta reaches at the last step of its schedule; none = keep the start value",
-        low=0,
-        needs=(RUNNING_TEACHER, NO_GKD),
-    )
-    distill_beta_schedule: Literal["constant", "linear", "cosine"] = key(
-        "constant",
-        "Path from distill_beta to distill_beta_end: constant, linear or cosine",
-        needs=(RUNNING_TEACHER, NO_GKD),
-    )
-    learn_to_init_mode: bool = key(
-        False,
-        "Train maps from the teacher's attention weights to the student's, instead of these: "
-        "learn to init",
-        needs=RUNNING_TEACHER,
-    )
-    lti_use_general_linear_map: bool = key(
-        False,
-        "In learn_to_init_mode, use one full linear map instead of separate head and head_dim maps",
-        needs="learn_to_init_mode",
-    )
-    distill_weights_copy_map: dict[str, Any] = key(
-        dict,
-        "Pattern of teacher parameters to the path of the student's: weights copied before "
-        "training",
-        needs=RUNNING_TEACHER,
-    )
-    distill_student_weights_share_map: dict[str, Any] = key(
-        dict,
-        "Pattern of student parameters to another path of the student, which uses the same weights",
-        needs=RUNNING_TEACHER,
-    )
-    student_params_to_update: None | list = key(
-        None,
-        "Name patterns of the parameters that distillation and fine-tuning train; none = all "
-        "of them",
-        needs=FINE_TUNING_OR_TEACHER,
-    )
-
-
-class GeneralizedDistillation(Group):
-    """GKD: a divergence from the teacher, on completions that the student samples."""
-
-    use_gkd: bool = key(
-        False,
-        "Minimize the generalized Jensen-Shannon divergence from the teacher instead of KL "
-        "and true labels",
-        needs=RUNNING_TEACHER,
-    )
-    gkd_lambda: float = key(
-        0.5,
-        "Share of the batches whose completions the student samples; the others have those of"
-        " the data",
-        low=0,
-        high=1,
-        needs="use_gkd",
-    )
-    gkd_beta: float = key(
-        0.5,
-        "0 = forward KL(teacher || student), 1 = reverse KL, between = Jensen-Shannon",
-        low=0,
-        high=1,
-        needs="use_gkd",
-    )
-    gkd_max_new_tokens: PositiveInt = key(
-        128,
-        "Most tokens of a sampled completion; max_target_length also limits them",
-        needs=SAMPLED_COMPLETIONS,
-    )
-    gkd_seq_kd: bool = key(
-        False,
-        "Let the teacher sample the completions of the other batches: sequence-level distillation",
-        needs="use_gkd",
     )

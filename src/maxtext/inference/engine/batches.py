@@ -281,7 +281,7 @@ class BatchBuilder:
         if not self.groups_prefixes:
             return None
         blocks = [seq.blocks for seq in sequences]
-        return PrefixGroups.from_pages(blocks, columns, rows, self.block_size)
+        return PrefixGroups.from_blocks(blocks, columns, rows, self.block_size)
 
     def kv_len(self, lengths: Iterable[int]) -> int:
         return shapes.kv_length(max(lengths), self.max_blocks * self.block_size)

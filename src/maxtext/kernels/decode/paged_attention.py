@@ -1,16 +1,16 @@
-"""Paged attention of a decode step, with one new token a sequence, which reads pages in place.
+"""Paged attention of a decode step, with one new token a sequence, which reads blocks in place.
 Pallas kernels for NVIDIA GPUs, lowered by Triton.
 
-    paged_attention    softmax(scale · q k[0..t]) v[0..t],   k[t] and v[t] written to their page
+    paged_attention    softmax(scale · q k[0..t]) v[0..t],   k[t] and v[t] written to their block
     split_qkv_rope     RoPE(q), RoPE(k), v of a packed projection
 
-Shapes: B rows, H query heads, K key/value heads, G = H / K, D head_dim, P pages of `page` tokens,
-C table columns.
+Shapes: B rows, H query heads, K key/value heads, G = H / K, D head_dim, P blocks of block_size
+tokens, C columns of a block table.
 
 As in Flash-Decoding, the keys of a sequence are split into `splits` spans, each read by one program
 for each key/value head, so that one long sequence occupies the whole GPU; a second kernel combines
-the spans. The program whose span has the position of the new token writes it to its page. No
-program reads it there: the new token is an input of all of them. Pages that several rows share can
+the spans. The program whose span has the position of the new token writes it to its block. No
+program reads it there: the new token is an input of all of them. Blocks that several rows share can
 be read once for all of them, see prefix_attention.py.
 """
 
@@ -34,11 +34,11 @@ from maxtext.kernels.decode.paged_tiles import (
     Partial,
     add_partial,
     add_tile,
-    block_and_stages,
     head_spec,
     scaled,
     soft_capped,
     store_rows,
+    tile_and_stages,
     tile_bytes,
     tile_slots,
 )
@@ -51,14 +51,14 @@ from maxtext.kernels.decode.prefix_attention import (
 
 PROGRAMS = 528  # four for each multiprocessor of an H100 or H200; more are slower to combine
 MIN_SPLITS = 2  # balances sequences of different lengths
-BLOCK = 64  # tokens that a program reads at a time
-MAX_TWO_WARP_BLOCK = 32  # tokens
+TILE_SIZE = 64  # tokens that a program reads at a time
+MAX_TWO_WARP_TILE = 32  # tokens
 MAX_HEADS_PER_PROGRAM = 8  # of split_qkv_rope
 COMBINED_ELEMENTS = 4096  # elements of spans that are combined at a time
 
 
 def unsupported_reason(
-    head_dim: int, page: int, dtype: str, platform: str, capability: str = "9.0"
+    head_dim: int, block_size: int, dtype: str, platform: str, capability: str = "9.0"
 ) -> str | None:
     """None, or why the kernel is not supported."""
     if platform != "gpu":
@@ -71,8 +71,10 @@ def unsupported_reason(
         return "it does not read int4, which packs two values into a byte"
     if head_dim < MIN_ROWS or head_dim & (head_dim - 1):
         return f"a head_dim of {head_dim} is not a power of two of at least {MIN_ROWS}"
-    if page % MIN_ROWS:
-        return f"pages of {page} tokens cannot be cut into tiles: use a multiple of {MIN_ROWS}"
+    if block_size % MIN_ROWS:
+        return (
+            f"blocks of {block_size} tokens cannot be cut into tiles: use a multiple of {MIN_ROWS}"
+        )
     return None
 
 
@@ -80,45 +82,47 @@ def paged_attention(
     q: Array,
     new: dict[str, Array],
     pool: dict[str, Array],
-    table: Array,
+    block_table: Array,
     positions: Array,
     *,
     scale: float,
     soft_cap: float | None = None,
     sinks: Array | None = None,
     groups: PrefixGroups | None = None,
-    block: int = BLOCK,
+    tile_size: int = TILE_SIZE,
     splits: int | None = None,
     interpret: bool = False,
 ) -> tuple[Array, dict[str, Array]]:
     """The attention output [B, H, D], and the pool with the new tokens in it.
 
-    q [B, H, D]; `new` has "key" and "value" [B, K, D] in the dtype of the pool, which is [P, page,
-    K, D]; a quantized pool also has "key_scale" and "value_scale", [B] or [B, K] for a token. table
-    [B, C]: the pages of each row. positions [B] of the new tokens; -1 for an idle row, whose output
-    is 0. `groups` of rows that share pages, which are read once. `block`: tokens that a program
-    reads at a time; reduced to a divisor of the page.
+    q [B, H, D]; `new` has "key" and "value" [B, K, D] in the dtype of the pool, which is
+    [P, block_size, K, D]; a quantized pool also has "key_scale" and "value_scale", [B] or [B, K]
+    for a token. block_table [B, C]: the blocks of each row. positions [B] of the new tokens; -1 for
+    an idle row, whose output is 0. `groups` of rows that share blocks, which are read once.
+    `tile_size`: tokens that a program reads at a time; reduced to a divisor of block_size.
     """
     batch, heads, head_dim = q.shape
-    _, page, kv_heads, _ = pool["key"].shape
+    _, block_size, kv_heads, _ = pool["key"].shape
     if GROUP_ROWS * heads // kv_heads > MAX_QUERY_ROWS:
         groups = None
-    block, stages = block_and_stages(block, page, head_dim, pool["key"].dtype)
-    tiles = table.shape[1] * page // block
+    tile_size, stages = tile_and_stages(tile_size, block_size, head_dim, pool["key"].dtype)
+    tiles = block_table.shape[1] * block_size // tile_size
     min_splits = MIN_SPLITS if groups is None else 1  # rows that share a prompt begin together
     splits = splits or min(tiles, max(min_splits, pl.cdiv(PROGRAMS, batch * kv_heads)))
     flat_pool = {name: array.reshape(-1, *array.shape[2:]) for name, array in pool.items()}
-    tile_options: dict[str, Any] = dict(page=page, block=block, scale=scale, soft_cap=soft_cap)
+    tile_options: dict[str, Any] = dict(
+        block_size=block_size, tile_size=tile_size, scale=scale, soft_cap=soft_cap
+    )
     run_options: dict[str, Any] = dict(stages=stages, interpret=interpret)
     prefix: list[Array] = []
     if groups is not None:
-        partial = prefix_attention(q, flat_pool, table, groups, **tile_options, **run_options)
+        partial = prefix_attention(q, flat_pool, block_table, groups, **tile_options, **run_options)
         prefix = [groups.row_lengths, *partial]
     spans, written = attend_spans(
         q.reshape(batch, kv_heads, -1, head_dim),
         new,
         flat_pool,
-        table,
+        block_table,
         positions,
         prefix,
         splits=splits,
@@ -138,7 +142,7 @@ def attend_spans(
     q: Array,
     new: dict[str, Array],
     flat_pool: dict[str, Array],
-    table: Array,
+    block_table: Array,
     positions: Array,
     prefix: list[Array],
     *,
@@ -172,7 +176,7 @@ def attend_spans(
         grid=(batch, kv_heads, splits),
         in_specs=[
             query_heads,
-            pl.BlockSpec((None, table.shape[1]), lambda b, k, s: (b, 0)),
+            pl.BlockSpec((None, block_table.shape[1]), lambda b, k, s: (b, 0)),
             by_row,
             *(head_spec(None, new[name], lambda b: b) for name in flat_pool),
             *([by_row, query_heads, by_head, by_head] if prefix else []),
@@ -192,9 +196,9 @@ def attend_spans(
         interpret=interpret,
         name="paged_attention",
         compiler_params=triton.CompilerParams(
-            num_warps=2 if tile_options["block"] <= MAX_TWO_WARP_BLOCK else 4, num_stages=stages
+            num_warps=2 if tile_options["tile_size"] <= MAX_TWO_WARP_TILE else 4, num_stages=stages
         ),
-    )(q, table, positions, *(new[name] for name in flat_pool), *prefix, *flat_pool.values())
+    )(q, block_table, positions, *(new[name] for name in flat_pool), *prefix, *flat_pool.values())
     written = outputs[num_outputs:]
     return list(outputs[:num_outputs]), dict(zip(flat_pool, written, strict=True))
 
@@ -329,14 +333,14 @@ def store_head(
 
 def attention_span(
     q_ref: Ref,
-    table_ref: Ref,
+    block_table_ref: Ref,
     position_ref: Ref,
     *refs: Ref,
     names: tuple[str, ...],
     group_size: int,
     padded_group: int,
-    page: int,
-    block: int,
+    block_size: int,
+    tile_size: int,
     splits: int,
     is_whole: bool,
     scale: float,
@@ -355,17 +359,18 @@ def attention_span(
     row = jnp.arange(padded_group)
     q = q_ref[jnp.minimum(row, group_size - 1), :]
     position = position_ref[0]
-    first_tile = prefix_refs[0][0] // block if prefix_refs else 0
-    span = pl.cdiv(position // block + 1 - first_tile, splits)  # in tiles, for this row
+    first_tile = prefix_refs[0][0] // tile_size if prefix_refs else 0
+    span = pl.cdiv(position // tile_size + 1 - first_tile, splits)  # in tiles, for this row
     first = first_tile + pl.program_id(2) * span
-    last = jnp.minimum(first + span, (position + block - 1) // block)  # before the new token
+    # before the new token
+    last = jnp.minimum(first + span, (position + tile_size - 1) // tile_size)
     owns_new_token = (
-        (position >= 0) & (position // block >= first) & (position // block < first + span)
+        (position >= 0) & (position // tile_size >= first) & (position // tile_size < first + span)
     )
 
     def read(tile: Array, partial: Partial) -> Partial:
-        slots = tile_slots(table_ref, tile, block, page)
-        visible = tile * block + jnp.arange(block) < position
+        slots = tile_slots(block_table_ref, tile, tile_size, block_size)
+        visible = tile * tile_size + jnp.arange(tile_size) < position
         return add_tile(q, pools, slots, visible, partial, scale=scale, soft_cap=soft_cap)
 
     new_key, new_value = (news[name][...].astype(jnp.float32) for name in ("key", "value"))
@@ -386,7 +391,9 @@ def attention_span(
     for ref, values in zip(partial_refs, (context, largest, total), strict=False):
         store_rows(ref, row, values, row < group_size)
     written_position = jnp.maximum(position, 0)
-    slot = table_ref[written_position // page] * page + written_position % page
+    slot = (
+        block_table_ref[written_position // block_size] * block_size + written_position % block_size
+    )
     for name, ref in zip(names, written, strict=True):
         new = news[name][...]
         triton.store(ref.at[slot], new, mask=jnp.broadcast_to(owns_new_token, new.shape))

@@ -1,6 +1,6 @@
 """Tiles of a paged KV cache, as the kernels for paged attention read them.
 
-Shapes: R query rows, D head_dim, P pages of `page` tokens, flattened to slots of one token.
+Shapes: R query rows, D head_dim, P blocks of block_size tokens, flattened to slots of one token.
 """
 
 import math
@@ -24,19 +24,22 @@ SHARED_BYTES = 96 * 1024  # shared memory for all stages, which every supported 
 Partial = tuple[Array, Array, Array]
 
 
-def tile_bytes(block: int, head_dim: int, dtype: DTypeLike) -> int:
-    """The bytes of a block of keys and values."""
-    return 2 * block * head_dim * max(jnp.dtype(dtype).itemsize, 1)
+def tile_bytes(tile_size: int, head_dim: int, dtype: DTypeLike) -> int:
+    """The bytes of a tile of keys and values."""
+    return 2 * tile_size * head_dim * max(jnp.dtype(dtype).itemsize, 1)
 
 
-def block_and_stages(block: int, page: int, head_dim: int, dtype: DTypeLike) -> tuple[int, int]:
-    """The tokens that a program reads at a time, a divisor of the page, and the pipeline stages
+def tile_and_stages(
+    tile_size: int, block_size: int, head_dim: int, dtype: DTypeLike
+) -> tuple[int, int]:
+    """The tokens that a program reads at a time, a divisor of block_size, and the pipeline stages
     that fit in shared memory.
     """
-    block = math.gcd(max(pl.next_power_of_2(block), MIN_ROWS), page)
-    while block > MIN_ROWS and tile_bytes(block, head_dim, dtype) > SHARED_BYTES // 2:
-        block //= 2
-    return block, max(1, min(MAX_STAGES, SHARED_BYTES // tile_bytes(block, head_dim, dtype)))
+    tile_size = math.gcd(max(pl.next_power_of_2(tile_size), MIN_ROWS), block_size)
+    while tile_size > MIN_ROWS and tile_bytes(tile_size, head_dim, dtype) > SHARED_BYTES // 2:
+        tile_size //= 2
+    stages = SHARED_BYTES // tile_bytes(tile_size, head_dim, dtype)
+    return tile_size, max(1, min(MAX_STAGES, stages))
 
 
 def head_spec(first: int | None, array: Array, index: Callable[[Any], Any]) -> pl.BlockSpec:
@@ -48,12 +51,15 @@ def head_spec(first: int | None, array: Array, index: Callable[[Any], Any]) -> p
     return pl.BlockSpec((first, None, *rest), lambda b, k, *_: (index(b), k, *[0] * len(rest)))
 
 
-def tile_slots(table_ref: Ref, tile: Array, block: int, page: int) -> Array:
-    """In a kernel: the slots [block] of a tile, which is within one page or has whole pages; those
-    after the last page of the table are of that page."""
-    positions = tile * block + jnp.arange(block)
-    column = tile * block // page if block <= page else positions // page
-    return table_ref[jnp.minimum(column, table_ref.shape[0] - 1)] * page + positions % page
+def tile_slots(block_table_ref: Ref, tile: Array, tile_size: int, block_size: int) -> Array:
+    """In a kernel: the slots [tile_size] of a tile, which is within one block or has whole blocks;
+    those after the last block of the table are of that block."""
+    positions = tile * tile_size + jnp.arange(tile_size)
+    column = tile * tile_size // block_size if tile_size <= block_size else positions // block_size
+    return (
+        block_table_ref[jnp.minimum(column, block_table_ref.shape[0] - 1)] * block_size
+        + positions % block_size
+    )
 
 
 def store_rows(ref: Ref, rows: Array, values: Array, valid: Array) -> None:

@@ -1,12 +1,12 @@
-"""Attention of rows of a decode step over the pages that they share, such as those of one prompt.
+"""Attention of rows of a decode step over the blocks that they share, such as those of one prompt.
 A Pallas kernel for NVIDIA GPUs, lowered by Triton.
 
-A program reads the shared pages once for all rows of a group, where `paged_attention` would read
+A program reads the shared blocks once for all rows of a group, where `paged_attention` would read
 them once for each row. Its partial results are inputs of `paged_attention`, which adds the other
-pages of each row.
+blocks of each row.
 
 Shapes: B rows, H query heads, K key/value heads, G = H / K, D head_dim, N groups of up to
-`GROUP_ROWS` rows, C table columns.
+`GROUP_ROWS` rows, C columns of a block table.
 """
 
 import functools
@@ -37,7 +37,7 @@ from maxtext.kernels.decode.paged_tiles import (
 
 GROUP_ROWS = 8
 ROWS_PER_GROUP = 4  # of a batch: groups beyond B / 4 are not used
-BLOCK = 64  # tokens that a program reads at a time, of several pages if these are smaller
+TILE_SIZE = 64  # tokens that a program reads at a time, of several blocks if these are smaller
 MAX_QUERY_ROWS = 64  # of a program, as registers and shared memory allow
 MAX_TWO_WARP_ROWS = 32
 
@@ -48,17 +48,17 @@ class PrefixGroups:
     """Which rows of a batch share their first tokens."""
 
     rows: Any  # [N, GROUP_ROWS], indices of rows; B: none
-    lengths: Any  # [N], tokens that the rows of a group share, a multiple of the page
+    lengths: Any  # [N], tokens that the rows of a group share, a multiple of block_size
     row_lengths: Any  # [B], the length of the group of each row; 0: it is in none
 
     @classmethod
-    def from_pages(
-        cls, pages: Sequence[list[int]], rows: Sequence[int], num_rows: int, page: int
+    def from_blocks(
+        cls, blocks: Sequence[list[int]], rows: Sequence[int], num_rows: int, block_size: int
     ) -> "PrefixGroups":
-        """Groups of sequences by the pages that they begin with. `rows` has the row of each
-        sequence in a batch of `num_rows`. A page of several sequences is full."""
-        order = sorted(range(len(pages)), key=lambda index: pages[index])
-        common = [common_prefix_length(pages[a], pages[b]) for a, b in itertools.pairwise(order)]
+        """Groups of sequences by the blocks that they begin with. `rows` has the row of each
+        sequence in a batch of `num_rows`. A block of several sequences is full."""
+        order = sorted(range(len(blocks)), key=lambda index: blocks[index])
+        common = [common_prefix_length(blocks[a], blocks[b]) for a, b in itertools.pairwise(order)]
         groups = []
         start = 0
         while start < len(order):
@@ -75,34 +75,34 @@ class PrefixGroups:
         for number, (_, shared, members) in enumerate(groups[:count]):
             columns = [rows[index] for index in members]
             indices[number, : len(columns)] = columns
-            lengths[number] = row_lengths[columns] = shared * page
+            lengths[number] = row_lengths[columns] = shared * block_size
         return cls(indices, lengths, row_lengths)
 
 
 def first_group(common: Sequence[int]) -> tuple[int, int]:
-    """(size of the first group of sorted sequences, up to GROUP_ROWS; number of pages that its
+    """(size of the first group of sorted sequences, up to GROUP_ROWS; number of blocks that its
     members share).
 
-    `common[i]` is the number of pages that sequence i shares with sequence i + 1. Sequence i + 1
-    joins the group if common[i] > 0 and 2 · common[i] >= max(pages shared so far, common[i + 1]).
+    `common[i]` is the number of blocks that sequence i shares with sequence i + 1. Sequence i + 1
+    joins the group if common[i] > 0 and 2 · common[i] >= max(blocks shared so far, common[i + 1]).
     """
     shared = 0
-    for size, pages in enumerate(common[: GROUP_ROWS - 1], start=1):
+    for size, blocks in enumerate(common[: GROUP_ROWS - 1], start=1):
         following = common[size] if size < len(common) else 0
-        if not pages or 2 * pages < max(shared, following):
+        if not blocks or 2 * blocks < max(shared, following):
             return size, shared
-        shared = min(shared or pages, pages)
+        shared = min(shared or blocks, blocks)
     return min(len(common) + 1, GROUP_ROWS), shared
 
 
 def prefix_attention(
     q: Array,
     flat_pool: dict[str, Array],
-    table: Array,
+    block_table: Array,
     groups: PrefixGroups,
     *,
-    page: int,
-    block: int,
+    block_size: int,
+    tile_size: int,
     stages: int,
     scale: float,
     soft_cap: float | None,
@@ -114,9 +114,9 @@ def prefix_attention(
     kv_heads = flat_pool["key"].shape[1]
     group_size = heads // kv_heads
     query_rows = max(MIN_ROWS, pl.next_power_of_2(GROUP_ROWS * group_size))
-    if BLOCK % page == 0:
-        block = max(block, BLOCK)
-    stages = min(stages, SHARED_BYTES // tile_bytes(block, head_dim, flat_pool["key"].dtype))
+    if TILE_SIZE % block_size == 0:
+        tile_size = max(tile_size, TILE_SIZE)
+    stages = min(stages, SHARED_BYTES // tile_bytes(tile_size, head_dim, flat_pool["key"].dtype))
     outputs = (batch + 1) * heads
     pool_specs = [head_spec(len(array), array, lambda b: 0) for array in flat_pool.values()]
 
@@ -131,8 +131,8 @@ def prefix_attention(
             heads=heads,
             group_size=group_size,
             query_rows=query_rows,
-            page=page,
-            block=block,
+            block_size=block_size,
+            tile_size=tile_size,
             scale=scale,
             soft_cap=soft_cap,
         ),
@@ -141,7 +141,7 @@ def prefix_attention(
             whole(batch * heads, head_dim),
             pl.BlockSpec((None, GROUP_ROWS), lambda n, k: (n, 0)),
             pl.BlockSpec((1,), lambda n, k: (n,)),
-            pl.BlockSpec((None, table.shape[1]), lambda n, k: (n, 0)),
+            pl.BlockSpec((None, block_table.shape[1]), lambda n, k: (n, 0)),
             *pool_specs,
         ],
         out_specs=[whole(outputs, head_dim), whole(outputs), whole(outputs)],
@@ -160,7 +160,7 @@ def prefix_attention(
         q.reshape(-1, head_dim),
         groups.rows,
         groups.lengths,
-        table[jnp.minimum(groups.rows[:, 0], batch - 1)],
+        block_table[jnp.minimum(groups.rows[:, 0], batch - 1)],
         *flat_pool.values(),
     )
     by_head = (batch + 1, kv_heads, group_size)
@@ -171,15 +171,15 @@ def attend_to_prefix(
     q_ref: Ref,
     rows_ref: Ref,
     length_ref: Ref,
-    table_ref: Ref,
+    block_table_ref: Ref,
     *refs: Ref,
     names: tuple[str, ...],
     num_rows: int,
     heads: int,
     group_size: int,
     query_rows: int,
-    page: int,
-    block: int,
+    block_size: int,
+    tile_size: int,
     scale: float,
     soft_cap: float | None,
 ) -> None:
@@ -194,8 +194,10 @@ def attend_to_prefix(
     length = length_ref[0]
 
     def read(tile: Array, partial: Partial) -> Partial:
-        slots = tile_slots(table_ref, tile, block, page)
-        visible = None if block <= page else tile * block + jnp.arange(block) < length
+        slots = tile_slots(block_table_ref, tile, tile_size, block_size)
+        visible = (
+            None if tile_size <= block_size else tile * tile_size + jnp.arange(tile_size) < length
+        )
         return add_tile(q, pools, slots, visible, partial, scale=scale, soft_cap=soft_cap)
 
     partial = (
@@ -203,7 +205,7 @@ def attend_to_prefix(
         jnp.full((query_rows,), MASK_VALUE, jnp.float32),
         jnp.zeros((query_rows,), jnp.float32),
     )
-    results = jax.lax.fori_loop(0, pl.cdiv(length, block), read, partial)
+    results = jax.lax.fori_loop(0, pl.cdiv(length, tile_size), read, partial)
     # Programs that have no rows would wait for each other's writes.
     for ref, values in zip(refs[len(names) :], results, strict=True):
         store_rows(ref, row * heads + head, values, row < num_rows)

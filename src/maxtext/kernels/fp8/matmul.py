@@ -131,8 +131,8 @@ def packed_matmul_backward(
 ) -> tuple[Array, list[Array]]:
     """`matmul_backward` of concatenated gradients [T, sum F_i]: one matmul for all weights."""
     splits = np.cumsum([w.shape[1] for w in residuals.weights_fp8])[:-1]
-    merged = residuals._replace(weights_fp8=[jnp.concatenate(residuals.weights_fp8, axis=1)])
-    dx, [dw] = matmul_backward(merged, [dy_fp8], dy_scale, dtype, weight_dtypes[:1])
+    packed = residuals._replace(weights_fp8=[jnp.concatenate(residuals.weights_fp8, axis=1)])
+    dx, [dw] = matmul_backward(packed, [dy_fp8], dy_scale, dtype, weight_dtypes[:1])
     # The barriers separate the slices: otherwise XLA:GPU fuses the weight updates into one kernel,
     # which does not update in place and copies its results.
     copies = [dw]

@@ -289,7 +289,7 @@ class LayerSpec(Spec):
 
 @dataclass(frozen=True)
 class Segment:
-    pattern: tuple[Any, ...]  # of Spec
+    pattern: tuple[Spec, ...]
     repeats: int
 
     @property

@@ -1,7 +1,6 @@
 """DeepSeek 2, 3 and 3.2; Kimi K2 has the classes of DeepSeek 3."""
 
 from dataclasses import replace
-from typing import Any
 
 from maxtext.common.errors import UserError
 from maxtext.configs.types import MaxTextConfig
@@ -285,7 +284,7 @@ def experts3(*aliases: str) -> tuple[Field | FieldGroup, ...]:
 
 
 def mapping3(
-    number: str, *fields: Field | FieldGroup, positions: int, version_number: int, **keys: Any
+    number: str, *fields: Field | FieldGroup, positions: int, version_number: int, **keys: object
 ) -> HfMapping:
     return HfMapping(
         architectures=(f"DeepseekV{number}ForCausalLM",),

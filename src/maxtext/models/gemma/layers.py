@@ -3,8 +3,8 @@ layers; Gemma 4 with other heads on its global layers and experts in parallel wi
 """
 
 from dataclasses import dataclass
-from typing import Any
 
+from maxtext.common.types import Json
 from maxtext.configs.types import MaxTextConfig
 from maxtext.layers.specs import AttentionSpec, LayerSpec, MlpSpec, MoeSpec, NormSpec, Spec
 from maxtext.models.common import (
@@ -76,7 +76,7 @@ def gemma4(config: MaxTextConfig) -> list[LayerSpec]:
         router = router_spec(
             config, normalise=True, input_norm_epsilon=norm.epsilon, expert_scale=True
         )
-        feed: dict[str, Any] = {
+        feed: Json = {
             "mlp": GemmaFeed(mlp_spec(config), moe_spec(config, router, shared=None), norm),
             "mlp_norm": False,
         }

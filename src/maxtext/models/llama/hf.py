@@ -28,11 +28,11 @@ from maxtext.hf.layer_rules import (
 from maxtext.hf.rules import TensorRule
 from maxtext.hf.schema import COUNT, NULL, POSITIVE, SIZE, SWITCH, list_of, per_layer
 from maxtext.models.hf_config import (
+    LAYER_TYPES_FIELD,
     has_experts,
     layer_kinds,
-    layer_types_entry,
     listed_rope_layers,
-    no_rope_layers_entry,
+    no_rope_layers_field,
     uniform_rope,
 )
 
@@ -80,14 +80,6 @@ def read_llama4_layers(entries: Json) -> ModelSettings:
         "interleave_moe_layer_step": step,
     }
     return ModelSettings(keys, hf_attributes)
-
-
-def write_llama4_layers(config: MaxTextConfig, layers: LayerSpecs) -> Json:
-    return {
-        "no_rope_layers": no_rope_layers_entry(layers),
-        "moe_layers": [i for i, layer in enumerate(layers) if has_experts(layer)],
-        "layer_types": layer_types_entry(layers),
-    }
 
 
 def llama4_rules(config: MaxTextConfig, layers: LayerSpecs) -> list[TensorRule]:
@@ -146,14 +138,19 @@ LLAMA4 = HfMapping(
         Field("floor_scale", "architecture.temperature_length", 8192, kind=SIZE),
         FieldGroup(
             (
-                Field("no_rope_layers", kind=per_layer(INDICES | NULL)),
+                no_rope_layers_field(per_layer(INDICES | NULL)),
                 Field("no_rope_layer_interval", default=4, kind=SIZE),
-                Field("moe_layers", kind=INDICES | NULL),
+                Field(
+                    "moe_layers",
+                    from_layers=lambda config, layers: [
+                        i for i, layer in enumerate(layers) if has_experts(layer)
+                    ],
+                    kind=INDICES | NULL,
+                ),
                 Field("interleave_moe_layer_step", default=1, kind=SIZE),
-                Field("layer_types"),
+                LAYER_TYPES_FIELD,
             ),
             read_llama4_layers,
-            write_llama4_layers,
         ),
     ),
     rules=llama4_rules,

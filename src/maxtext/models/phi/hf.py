@@ -5,6 +5,7 @@ gate and up.
 from maxtext.common.errors import UserError
 from maxtext.configs.types import MaxTextConfig
 from maxtext.hf.config_json import (
+    ABSENT,
     Field,
     FieldGroup,
     HfMapping,
@@ -20,7 +21,13 @@ from maxtext.hf.layer_rules import HF_LAYER, PRE_NORMS, norm_rules, outer_rules
 from maxtext.hf.rope_parameters import rope_fields, rope_parameters
 from maxtext.hf.rules import TensorRule
 from maxtext.hf.schema import SIZE
-from maxtext.models.hf_config import first_rope, rope_entry, rope_entry_fields, rope_settings
+from maxtext.models.hf_config import (
+    NO_PAD_TOKEN,
+    first_rope,
+    rope_entry,
+    rope_entry_fields,
+    rope_settings,
+)
 
 
 def read_phi3_rope(entries: Json) -> ModelSettings:
@@ -35,15 +42,9 @@ def read_phi3_rope(entries: Json) -> ModelSettings:
     return rope_settings(rope_fields(entries, parameters, partial=True))
 
 
-def write_phi3_rope(config: MaxTextConfig, layers: LayerSpecs) -> Json:
+def original_length_entry(config: MaxTextConfig, layers: LayerSpecs) -> object:
     rope = first_rope(layers)
-    entries: Json = {
-        "rope_parameters": rope_entry(rope),
-        "pad_token_id": None,  # the default of the class may be beyond a smaller vocabulary
-    }
-    if rope and rope.kind == "longrope":
-        entries["original_max_position_embeddings"] = rope.original_length
-    return entries
+    return rope.original_length if rope and rope.kind == "longrope" else ABSENT
 
 
 def phi3_rules(config: MaxTextConfig, layers: LayerSpecs) -> list[TensorRule]:
@@ -78,8 +79,15 @@ PHI3 = HfMapping(
             rms_norm_eps=1e-5,
         ),
         window_field(None, to_hf=or_null),
-        FieldGroup(rope_entry_fields(), read_phi3_rope, write_phi3_rope),
-        Field("original_max_position_embeddings", default=4096, kind=SIZE),
+        FieldGroup(rope_entry_fields(), read_phi3_rope),
+        Field("rope_parameters", from_layers=lambda config, layers: rope_entry(first_rope(layers))),
+        Field(
+            "original_max_position_embeddings",
+            default=4096,
+            from_layers=original_length_entry,
+            kind=SIZE,
+        ),
+        NO_PAD_TOKEN,
     ),
     rules=phi3_rules,
 )

@@ -31,11 +31,11 @@ from maxtext.hf.layer_rules import (
 from maxtext.hf.rules import TensorRule
 from maxtext.hf.schema import COUNT, NULL, SIZE, SWITCH, list_of
 from maxtext.models.hf_config import (
+    LAYER_TYPES_FIELD,
     every_nth,
     has_experts,
     layer_kinds,
     layer_types,
-    layer_types_entry,
     uniform_rope,
 )
 
@@ -51,23 +51,10 @@ def read_windows(entries: Json) -> ModelSettings:
     return ModelSettings({"sliding_window_size": window}, {"layer_kinds": kinds})
 
 
-def write_windows(config: MaxTextConfig, layers: LayerSpecs) -> Json:
-    return write_window(config, layers) | {"layer_types": layer_types_entry(layers)}
-
-
 def read_window(entries: Json) -> ModelSettings:
     window = used_window(entries)
     kinds = ["sliding" if window else "full"] * entries["num_hidden_layers"]
     return ModelSettings({"sliding_window_size": window}, {"layer_kinds": kinds})
-
-
-def write_window(config: MaxTextConfig, layers: LayerSpecs) -> Json:
-    slides = config.sliding_window_size > 0
-    return {
-        "use_sliding_window": slides,
-        "sliding_window": config.sliding_window_size if slides else None,
-        "max_window_layers": len(layers),
-    }
 
 
 def read_experts(entries: Json) -> ModelSettings:
@@ -77,16 +64,9 @@ def read_experts(entries: Json) -> ModelSettings:
     return ModelSettings({}, {"moe_layers": sparse})
 
 
-def write_experts(config: MaxTextConfig, layers: LayerSpecs) -> Json:
-    return {
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [i for i, layer in enumerate(layers) if not has_experts(layer)],
-    }
-
-
-def write_shared_expert(config: MaxTextConfig, layers: LayerSpecs) -> Json:
+def shared_expert_dim(config: MaxTextConfig, layers: LayerSpecs) -> int:
     shared = [layer.mlp.shared for layer in layers if getattr(layer.mlp, "shared", None)]
-    return {"shared_expert_intermediate_size": shared[0].hidden_dim if shared else 0}
+    return shared[0].hidden_dim if shared else 0
 
 
 def qwen_dense_rules(config: MaxTextConfig, layers: LayerSpecs) -> list[TensorRule]:
@@ -186,27 +166,44 @@ def qwen3_5_rules(config: MaxTextConfig, layers: LayerSpecs) -> list[TensorRule]
 
 
 WINDOW_FIELDS = (
-    Field("use_sliding_window", default=False, kind=SWITCH | NULL),
-    Field("sliding_window", default=4096),
+    Field(
+        "use_sliding_window",
+        default=False,
+        from_layers=lambda config, layers: config.sliding_window_size > 0,
+        kind=SWITCH | NULL,
+    ),
+    Field(
+        "sliding_window",
+        default=4096,
+        from_layers=lambda config, layers: (
+            config.sliding_window_size if config.sliding_window_size > 0 else None
+        ),
+    ),
+    Field(
+        "max_window_layers",
+        default=28,
+        from_layers=lambda config, layers: len(layers),
+        kind=COUNT,
+    ),
 )
 # Windows by layer_types, from max_window_layers on, or in all layers.
 WINDOWS = FieldGroup(
-    (
-        *WINDOW_FIELDS,
-        Field("max_window_layers", default=28, kind=COUNT),
-        Field("layer_types"),
-    ),
+    (*WINDOW_FIELDS, LAYER_TYPES_FIELD),
     read_windows,
-    write_windows,
 )
-WINDOW = FieldGroup(WINDOW_FIELDS, read_window, write_window)
+WINDOW = FieldGroup(WINDOW_FIELDS, read_window)
 SPARSE_LAYERS = FieldGroup(
     (
-        Field("decoder_sparse_step", default=1, kind=SIZE),
-        Field("mlp_only_layers", kind=list_of(COUNT, "whole numbers") | NULL),
+        Field("decoder_sparse_step", default=1, from_layers=lambda config, layers: 1, kind=SIZE),
+        Field(
+            "mlp_only_layers",
+            from_layers=lambda config, layers: [
+                i for i, layer in enumerate(layers) if not has_experts(layer)
+            ],
+            kind=list_of(COUNT, "whole numbers") | NULL,
+        ),
     ),
     read_experts,
-    write_experts,
 )
 
 
@@ -236,11 +233,17 @@ DELTA_NET_FIELDS = (
     Field("linear_num_value_heads", "gdn_num_value_heads", 32, kind=SIZE),
 )
 SHARED_EXPERT = FieldGroup(
-    (Field("shared_expert_intermediate_size", default=512, kind=SIZE | NULL),),
+    (
+        Field(
+            "shared_expert_intermediate_size",
+            default=512,
+            from_layers=shared_expert_dim,
+            kind=SIZE | NULL,
+        ),
+    ),
     lambda entries: ModelSettings(
         {}, {"shared_expert_dim": entries["shared_expert_intermediate_size"]}
     ),
-    write_shared_expert,
 )
 MTP = (r"mtp\..*",)  # multi-token prediction layers, which transformers does not load either
 

@@ -2,13 +2,13 @@
 DeltaNets; and a variant with attention output and experts in a narrower space."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from maxtext.configs.types import MaxTextConfig
 from maxtext.layers.specs import (
     AttentionSpec,
     GatedDeltaNetSpec,
     LayerSpec,
+    MixerSpec,
     MlpSpec,
     MoeSpec,
     NormSpec,
@@ -65,7 +65,7 @@ def qwen3_next(config: MaxTextConfig) -> list[LayerSpec]:
     experts = moe_spec(config, router_spec(config), shared_gate=config.shared_experts > 0)
 
     def layer(kind: str, sparse: bool) -> LayerSpec:
-        mixer: Any = delta_net_spec(config)
+        mixer: MixerSpec = delta_net_spec(config)
         if kind != "linear":
             mixer = attention_spec(config, kind, qk_norm=norm, gated=True)
         return layer_spec(

@@ -18,10 +18,11 @@ from maxtext.hf.config_json import (
 from maxtext.hf.layer_rules import dense_rules
 from maxtext.hf.rules import TensorRule
 from maxtext.models.hf_config import (
+    LAYER_TYPES_FIELD,
+    NO_PAD_TOKEN,
     layer_kinds,
-    layer_types_entry,
     listed_rope_layers,
-    no_rope_layers_entry,
+    no_rope_layers_field,
     uniform_rope,
 )
 
@@ -35,15 +36,6 @@ def read_layers(entries: Json) -> ModelSettings:
         {"nope_layer_interval": entries["no_rope_layer_interval"]},
         {"rope_layers": has_rope, "layer_kinds": kinds},
     )
-
-
-def write_layers(config: MaxTextConfig, layers: LayerSpecs) -> Json:
-    return {
-        "no_rope_layers": no_rope_layers_entry(layers),
-        "layer_types": layer_types_entry(layers),
-        "use_sliding_window": config.sliding_window_size > 0,
-        "pad_token_id": None,  # the default of the class may be beyond a smaller vocabulary
-    }
 
 
 def smollm3_rules(config: MaxTextConfig, layers: LayerSpecs) -> list[TensorRule]:
@@ -71,14 +63,18 @@ SMOLLM3 = HfMapping(
         uniform_rope(required=False, rope_theta=2_000_000.0),
         FieldGroup(
             (
-                Field("no_rope_layers"),
+                no_rope_layers_field(),
                 Field("no_rope_layer_interval", default=4),
-                Field("use_sliding_window", default=False),
-                Field("layer_types"),
+                Field(
+                    "use_sliding_window",
+                    default=False,
+                    from_layers=lambda config, layers: config.sliding_window_size > 0,
+                ),
+                LAYER_TYPES_FIELD,
             ),
             read_layers,
-            write_layers,
         ),
+        NO_PAD_TOKEN,
     ),
     rules=smollm3_rules,
 )

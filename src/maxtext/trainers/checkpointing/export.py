@@ -20,6 +20,7 @@ from maxtext.checkpoint.quantized import load_base
 from maxtext.checkpoint.weights import ModelWeights, load_weights
 from maxtext.common.errors import UserError
 from maxtext.common.log import LOGGER
+from maxtext.common.types import Tree
 from maxtext.configs.types import MaxTextConfig
 from maxtext.inference.llm import LLM
 from maxtext.layers.lora import split_adapter
@@ -64,7 +65,7 @@ def trained_llm(context: RunContext, state: TrainState, checkpoint: Checkpoint |
     return llm
 
 
-def is_scanned(weights: Any, template: Template) -> bool:
+def is_scanned(weights: Tree, template: Template) -> bool:
     """Whether weights do not have the tree of an unrolled model."""
     paths = [
         {path for path, _ in jax.tree.leaves_with_path(tree)}
@@ -73,7 +74,7 @@ def is_scanned(weights: Any, template: Template) -> bool:
     return paths[0] != paths[1]
 
 
-def unroll(context: RunContext, weights: Any, config: MaxTextConfig, template: Template) -> Any:
+def unroll(context: RunContext, weights: Tree, config: MaxTextConfig, template: Template) -> Tree:
     """Weights of the scanned model of a run as those of `template`, layer by layer."""
     scanned = make_template(context.config)
     source = ModelWeights(weights, model_param_infos(scanned, context.config))
@@ -108,7 +109,7 @@ def save_results(
 
 
 def save_trained_adapter(
-    context: RunContext, weights: Any, folder: str, checkpoint: Checkpoint | None
+    context: RunContext, weights: Tree, folder: str, checkpoint: Checkpoint | None
 ) -> None:
     """Write the adapter of a run as a PEFT folder, in place of an earlier one."""
     adapter, config = trained_adapter(context, weights), context.config

@@ -4,7 +4,7 @@ import importlib
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 
@@ -12,6 +12,7 @@ from maxtext.checkpoint.open import Checkpoint, model_param_infos, open_checkpoi
 from maxtext.checkpoint.state import compare_trees, tensor_infos, to_flat_dict
 from maxtext.checkpoint.weights import load_weights
 from maxtext.common.errors import ConfigError, UserError
+from maxtext.common.types import Tree
 from maxtext.configs.derive import Devices
 from maxtext.configs.sources import from_python
 from maxtext.configs.types import MaxTextConfig
@@ -40,7 +41,7 @@ def initial_state(context: "RunContext", checkpoint: Checkpoint | None = None) -
     return state_from_weights(context, read_weights(context, checkpoint or open_checkpoint(path)))
 
 
-def state_from_weights(context: "RunContext", weights: Any) -> TrainState:
+def state_from_weights(context: "RunContext", weights: Tree) -> TrainState:
     """The state before the first step, in its shards. Donates the weights."""
     with use_rules(context.rules):
         init = jax.jit(
@@ -51,7 +52,7 @@ def state_from_weights(context: "RunContext", weights: Any) -> TrainState:
         return init(weights)
 
 
-def initial_weights(context: "RunContext", checkpoint: Checkpoint | None = None) -> Any:
+def initial_weights(context: "RunContext", checkpoint: Checkpoint | None = None) -> Tree:
     """The weights before the first step, also of a run that has done some."""
     path = context.config.load_parameters_path
     if has_adapters(context.config):
@@ -67,7 +68,7 @@ def initial_weights(context: "RunContext", checkpoint: Checkpoint | None = None)
     return initial_state(context).weights
 
 
-def factor_weights(context: "RunContext", checkpoint: Checkpoint | None) -> Any:
+def factor_weights(context: "RunContext", checkpoint: Checkpoint | None) -> Tree:
     """The factors that the objective trains instead of its model's weights, which come from a
     checkpoint or are random."""
     config, objective = context.config, context.objective
@@ -95,7 +96,7 @@ def with_reference(
     if objective.abstract_reference is None:
         return state
 
-    def weights() -> Any:
+    def weights() -> Tree:
         return state.weights if step == 0 else initial_weights(context, checkpoint)
 
     with use_rules(context.rules):
@@ -109,7 +110,7 @@ def with_reference(
     return replace(state, reference=reference)
 
 
-def read_weights(context: "RunContext", checkpoint: Checkpoint) -> Any:
+def read_weights(context: "RunContext", checkpoint: Checkpoint) -> Tree:
     """The weights of a checkpoint, read straight into their shards. Raises ConfigError if they are
     quantized or of another model."""
     check_base(context.config, checkpoint)
@@ -170,7 +171,7 @@ def apply_conversion(context: "RunContext", state: TrainState) -> TrainState:
         )(weights)
 
 
-def import_conversion(name: str) -> Callable[[Any], Any]:
+def import_conversion(name: str) -> Callable[[Tree], Tree]:
     module, _, function = name.rpartition(".")
     try:
         return getattr(importlib.import_module(module), function)

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +34,7 @@ from maxtext.common.errors import ConfigError, UserError
 from maxtext.common.hub import find_folder
 from maxtext.common.log import LOGGER
 from maxtext.common.trees import checksum, merge_dicts
+from maxtext.common.types import Json, Tree
 from maxtext.configs.types import MaxTextConfig
 from maxtext.input_pipeline import BatchIterator, merge_states
 from maxtext.sharding import use_rules
@@ -63,7 +63,7 @@ class Start:
     state_and_key: tuple[TrainState, jax.Array] | Future[tuple[TrainState, jax.Array]]
     step: int
     origin: str
-    run: dict[str, Any] = field(default_factory=dict)  # what the checkpoint says of its run
+    run: Json = field(default_factory=dict)  # what the checkpoint says of its run
 
     def result(self) -> tuple[TrainState, jax.Array]:
         if isinstance(self.state_and_key, Future):
@@ -231,7 +231,7 @@ def read_state(context: RunContext, stored: SavedStep) -> tuple[TrainState, jax.
     return state_and_key(context, read(context, stored, abstract_tree))
 
 
-def state_and_key(context: RunContext, tree: dict[str, Any]) -> tuple[TrainState, jax.Array]:
+def state_and_key(context: RunContext, tree: Tree) -> tuple[TrainState, jax.Array]:
     """The state of a checkpoint, and the key of training. A checkpoint of adapters gets the frozen
     base of this run."""
     weights = tree[WEIGHTS]
@@ -248,13 +248,13 @@ def state_and_key(context: RunContext, tree: dict[str, Any]) -> tuple[TrainState
     return state, wrap_key(tree["key"])
 
 
-def saved_weights(context: RunContext, weights: Any) -> Any:
+def saved_weights(context: RunContext, weights: Tree) -> Tree:
     """The weights in a checkpoint: all, or only the trained ones if the others are a frozen
     base."""
     return select(weights, context.trained) if has_adapters(context.config) else weights
 
 
-def abstract_tree(context: RunContext) -> dict[str, Any]:
+def abstract_tree(context: RunContext) -> Tree:
     """The content of a checkpoint of this run, as abstract arrays."""
     state = with_shardings(context.abstract_state, context.shardings.state)
     key = jax.eval_shape(jax.random.key_data, context.abstract_key)
@@ -266,13 +266,11 @@ def abstract_tree(context: RunContext) -> dict[str, Any]:
     }
 
 
-def abstract_weights(context: RunContext) -> dict[str, Any]:
+def abstract_weights(context: RunContext) -> Tree:
     return {WEIGHTS: with_shardings(context.abstract_weights, context.shardings.weights)}
 
 
-def read(
-    context: RunContext, stored: SavedStep, abstract_of: Callable[[RunContext], dict[str, Any]]
-) -> Any:
+def read(context: RunContext, stored: SavedStep, abstract_of: Callable[[RunContext], Tree]) -> Tree:
     """The part of a checkpoint that `abstract_of` selects, in the layout of this run."""
     abstract = abstract_of(context)
     storage = StorageOptions.of(context.config)
@@ -308,7 +306,7 @@ def with_layout_of(context: RunContext, stored: SavedStep) -> RunContext:
     return RunContext.from_rules(context.config.model_copy(update=layout), context.rules)
 
 
-def layout_of(config: MaxTextConfig) -> dict[str, Any]:
+def layout_of(config: MaxTextConfig) -> Json:
     return {key: getattr(config, key) for key in LAYOUT_KEYS}
 
 

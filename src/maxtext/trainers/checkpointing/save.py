@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import jax
 
@@ -16,6 +15,7 @@ from maxtext.common import signals
 from maxtext.common.errors import UserError
 from maxtext.common.log import LOGGER
 from maxtext.common.trees import unflatten_dict
+from maxtext.common.types import Json, Tree
 from maxtext.configs.types import MaxTextConfig
 from maxtext.input_pipeline import BatchIterator
 from maxtext.trainers.checkpointing.restore import (
@@ -191,9 +191,7 @@ def trash_folder(config: MaxTextConfig) -> Path | None:
     return None
 
 
-def describe_run(
-    context: RunContext, step: int, frozen_checksum: int | None = None
-) -> dict[str, Any]:
+def describe_run(context: RunContext, step: int, frozen_checksum: int | None = None) -> Json:
     """The metadata of a checkpoint about the run that saves it."""
     config = context.config
     frozen = {} if frozen_checksum is None else {"frozen_checksum": frozen_checksum}
@@ -208,7 +206,7 @@ def describe_run(
     }
 
 
-def tree_to_save(context: RunContext, state: TrainState, key: jax.Array) -> dict[str, Any]:
+def tree_to_save(context: RunContext, state: TrainState, key: jax.Array) -> Tree:
     """As abstract_tree, with values. `nonfinite_steps` is not saved: a resumed run starts at 0."""
     weights = saved_weights(context, state.weights)
     leaves = to_flat_dict({"step": state.step, WEIGHTS: weights, OPTIMIZER: state.opt_state})

@@ -17,7 +17,6 @@ import hashlib
 import json
 import os
 import platform
-from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.common.files import atomic_writer
 from maxtext.common.log import LOGGER
+from maxtext.common.types import Json
 from maxtext.configs import serialize
 from maxtext.configs.types import AOT, DerivedValues
 from maxtext.kernels.attention import AUTOSELECTED, cudnn
@@ -67,7 +67,7 @@ def compile_without_cache(context: RunContext, lowered: jax.stages.Lowered) -> j
         compilation_cache.reset_cache()
 
 
-def describe_program(context: RunContext, lowered: jax.stages.Lowered) -> dict[str, Any]:
+def describe_program(context: RunContext, lowered: jax.stages.Lowered) -> Json:
     """The versions, devices and keys that a program was compiled for, and its hash."""
     config = context.config
     devices = context.rules.mesh.devices.flat
@@ -157,7 +157,7 @@ def load(path: str, context: RunContext, lowered: jax.stages.Lowered) -> jax.sta
         ) from error
 
 
-def read(path: str) -> tuple[dict[str, Any], bytes]:
+def read(path: str) -> tuple[Json, bytes]:
     """The header and the executable of a file. Raises UserError if the file is not intact."""
     try:
         line, _, executable = Path(path).read_bytes().partition(b"\n")
@@ -183,7 +183,7 @@ def read(path: str) -> tuple[dict[str, Any], bytes]:
     return header, executable
 
 
-def describe_mismatch(saved: Mapping[str, Any], current: Mapping[str, Any]) -> str:
+def describe_mismatch(saved: Json, current: Json) -> str:
     """The reasons against running a saved program here; empty if there are none."""
     mismatches = [
         f"{name.replace('_', ' ')} {saved[name]} there, {current[name]} here"

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from maxtext.common.errors import ConfigError
+from maxtext.common.types import Json, Tree
 from maxtext.optimizers import learning_rate_schedule
 from maxtext.sharding import use_rules
 from maxtext.sharding.explicit import with_explicit_sharding
@@ -20,12 +21,12 @@ if TYPE_CHECKING:
 
 # The keys are platforms. On CPUs, LLVM at optimization level 1 compiles a step in three quarters
 # of the time, and the step runs as fast. XLA_FLAGS override these options.
-COMPILER_OPTIONS: dict[str, dict[str, Any]] = {"cpu": {"xla_backend_optimization_level": 1}}
+COMPILER_OPTIONS: dict[str, Json] = {"cpu": {"xla_backend_optimization_level": 1}}
 # XLA may leave out a rounding to bfloat16, and does so in other places of a forward pass that is
 # differentiated than of one that is not: a policy would differ from an equal reference. On CPUs
 # YNNPACK also does so, in the elementwise operations that are fused with a matmul.
 EXACT_ROUNDING = {"xla_allow_excess_precision": False}
-ROUNDING_OPTIONS: dict[str, dict[str, Any]] = {
+ROUNDING_OPTIONS: dict[str, Json] = {
     "cpu": EXACT_ROUNDING
     | {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"},
     "gpu": EXACT_ROUNDING,
@@ -73,7 +74,7 @@ def compile_eval_step(context: "RunContext", rows: int) -> jax.stages.Compiled:
     return lowered.compile(default_options(context))
 
 
-def lower(context: "RunContext", step: Any, *arguments: Any) -> jax.stages.Lowered:
+def lower(context: "RunContext", step: Any, *arguments: Tree) -> jax.stages.Lowered:
     mesh = context.rules.mesh
     with (
         use_rules(context.program_rules),
@@ -108,7 +109,7 @@ def compile_lowered(context: "RunContext", lowered: jax.stages.Lowered) -> jax.s
         raise
 
 
-def default_options(context: "RunContext") -> dict[str, Any]:
+def default_options(context: "RunContext") -> Json:
     """COMPILER_OPTIONS of the platform, with its ROUNDING_OPTIONS for a policy and its reference or
     a student and its teacher, without those that XLA_FLAGS sets."""
     given = {flag.partition("=")[0] for flag in os.environ.get("XLA_FLAGS", "").split()}

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from maxtext.common.trees import merge_dicts
+from maxtext.common.types import Tree
 from maxtext.configs.types import MaxTextConfig
 from maxtext.configs.types.remat import OFFLOADED, SAVED_ON_DEVICE
 from maxtext.sharding import AxisRules, use_rules
@@ -89,7 +90,7 @@ def policy_of(config: MaxTextConfig) -> str:
 def with_policy(config: MaxTextConfig, policy: str) -> MaxTextConfig:
     """The configuration with another policy. Layers are scanned, which saves the same and traces
     faster. Weights are on the device, since they are not activations."""
-    tensors: dict[str, Any] = {}
+    tensors: dict[str, list[str] | None] = {}
     if policy == "none":
         tensors = {"tensors_on_device": None, "tensors_to_offload": None}
     elif policy != "custom":
@@ -125,7 +126,7 @@ def trace(config: MaxTextConfig, device: AxisRules, without_head: bool = False) 
     context = RunContext.from_rules(config, device)
     objective, key = context.objective, jax.random.key(0) if uses_dropout(config) else None
 
-    def loss(weights: Any, reference: Any, batch: dict[str, jax.Array]) -> Any:
+    def loss(weights: Tree, reference: Tree, batch: dict[str, jax.Array]) -> Any:
         if without_head:
             rows = objective.model_rows(batch)
             weights = objective.model_weights(weights, reference)

@@ -2,8 +2,9 @@
 does not fit.
 
 Free memory is measured before the weights are created. A run is refused if its state alone needs
-more, which shapes and shards say before anything is compiled or loaded, or if its compiled step
-does. `check_memory=false` (`--force`) makes these refusals warnings.
+more, or its state with the caches of rollouts, which shapes and shards say before anything is
+compiled or loaded, or if its compiled step does. `check_memory=false` (`--force`) makes these
+refusals warnings.
 """
 
 import math
@@ -44,6 +45,19 @@ def step_bytes(step: jax.stages.Compiled) -> MemoryBytes:
 def state_bytes(context: RunContext) -> MemoryBytes:
     """Bytes of weights, optimizer state and reference on one device, and in its host's memory."""
     return shard_bytes(context.abstract_state, context.shardings.state)
+
+
+def sampling_bytes(context: RunContext) -> MemoryBytes:
+    """Bytes on one device while rollouts are sampled on the devices of the trainer: the state, with
+    all weights on the device, and the caches of `max_num_seqs` sequences. 0 without rollouts, or if
+    they are sampled on other devices.
+    """
+    caches = context.method.rollout_bytes(context)
+    if not caches or context.rules.mesh.size < jax.device_count():
+        return MemoryBytes()
+    state = state_bytes(context)
+    offloaded = shard_bytes(context.abstract_state.weights, context.shardings.state.weights).host
+    return MemoryBytes(state.device + offloaded + caches, state.host)
 
 
 def peak_bytes() -> int | None:
@@ -90,11 +104,11 @@ class FreeMemory:
 
 
 def check_state(context: RunContext, free: FreeMemory) -> None:
-    """Raise OutOfDeviceMemory if weights and optimizer alone do not fit."""
-    needed = state_bytes(context)
-    shortage = free.shortage(needed)
+    """Raise OutOfDeviceMemory if weights and optimizer alone do not fit, or not with the caches of
+    rollouts."""
+    shortage = free.shortage(state_bytes(context))
     if not shortage:
-        return
+        return check_sampling(context, free)
     weights = shard_bytes(context.abstract_state.weights, context.shardings.state.weights)
     refuse_or_warn(
         context.config,
@@ -103,6 +117,26 @@ def check_state(context: RunContext, free: FreeMemory) -> None:
         "lora_weight_qtype=nf4 for a quantized base), use more devices, or a smaller model "
         "(base_emb_dim, base_num_decoder_layers)",
     )
+
+
+def check_sampling(context: RunContext, free: FreeMemory) -> None:
+    """Raise OutOfDeviceMemory if the state does not fit with the cache of one rollout. If it does
+    not with those of all, the engine samples fewer at a time (`fit_slots`), which is a warning."""
+    config = context.config
+    shortage = free.shortage(sampling_bytes(context))
+    if not shortage:
+        return
+    advice = f"lower max_target_length={config.max_target_length}"
+    one = context.with_config(config.model_copy(update={"max_num_seqs": 1}))
+    if least := free.shortage(sampling_bytes(one)):
+        refuse_or_warn(config, f"sampling one rollout with the state of training {least}: {advice}")
+    else:
+        LOGGER.warning(
+            "sampling all rollouts at once with the state of training %s, so fewer are sampled at "
+            "a time: %s to sample more",
+            shortage,
+            advice,
+        )
 
 
 def compile_and_check(
