@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 ENGINE_SECONDS = (
     5.0  # for a step of the engine when the server ends; one that compiles may take more
 )
-PACKAGES = ("starlette", "uvicorn", "uvloop", "httptools", "prometheus_client")
+PACKAGES = ("starlette", "uvloop", "httptools", "prometheus_client")
 USELESS = {
     "prompt": "requests have their own",
     "multi_sampling": "a request has n",

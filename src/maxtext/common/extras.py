@@ -23,7 +23,6 @@ EXTRA_OF = {
     "prometheus_client": "prometheus",
     "llguidance": "serve",
     "starlette": "serve",
-    "uvicorn": "serve",
     "uvloop": "serve",
     "httptools": "serve",
     "math_verify": "math",

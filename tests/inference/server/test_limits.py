@@ -19,8 +19,9 @@ from maxtext.common.errors import ConfigError
 from maxtext.inference.server import http_protocol, lifecycle
 from maxtext.inference.server.errors import ApiError
 from maxtext.inference.server.events import error_response
-from maxtext.inference.server.lifecycle import HttpServer, LoadingApp, Tls, bind
+from maxtext.inference.server.lifecycle import LoadingApp, Tls
 from maxtext.inference.server.middleware import KeyMiddleware, RequestMiddleware
+from tests.inference.server.raw_http import exchange, serve
 
 CHUNK = b"x" * 2**16
 
@@ -40,18 +41,6 @@ class LargeApp:
         self.ended.set()
 
 
-@contextlib.contextmanager
-def serve(app, tls=None):
-    listener = bind("127.0.0.1", 0)
-    address = listener.getsockname()
-    server = HttpServer(app, listener, tls)
-    server.start()
-    try:
-        yield address
-    finally:
-        server.stop()
-
-
 @pytest.fixture(scope="module")
 def address():
     """Of an application that responds with status 503 and reads no bodies."""
@@ -60,20 +49,6 @@ def address():
             patch.setattr(http_protocol, name, 0.3)
         with serve(LoadingApp()) as address:
             yield address
-
-
-def exchange(address, *parts, pause=0.0):
-    """All that the server sends until it closes the connection."""
-    received = b""
-    with socket.create_connection(address, timeout=10) as connection:
-        for part in parts:
-            with contextlib.suppress(ConnectionError):
-                connection.sendall(part)
-            time.sleep(pause)
-        with contextlib.suppress(ConnectionError):
-            while data := connection.recv(2**16):
-                received += data
-    return received
 
 
 def check_error(response, status):

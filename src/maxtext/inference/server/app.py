@@ -153,7 +153,7 @@ def build_app(model: ServedModel, options: ServerOptions) -> Starlette:
             "defaults": dict(model.sampling_defaults),
         }
         routes.append(("GET", "/", ChatPage(server_info).respond))
-    # A route for GET also serves HEAD; uvicorn leaves out the body.
+    # A route for GET also serves HEAD; the protocol leaves out the body.
     app.router.routes.extend(
         NamedRoute(path, endpoint, methods=[method]) for method, path, endpoint in routes
     )

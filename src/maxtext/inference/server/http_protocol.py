@@ -1,23 +1,30 @@
-"""uvicorn's protocol for HTTP connections, with limits for slow and large clients.
+"""HTTP/1.1 for an ASGI application, with limits for slow and large clients.
 
-uvicorn itself waits for heads and bodies of requests, and for readers of responses, without end.
+httptools parses requests. Responses of a connection are sent in the order of its requests.
 """
 
 import asyncio
+import http
 import re
-import sys
+import time
+import urllib.parse
+from collections import deque
+from collections.abc import Awaitable, Callable
+from email.utils import formatdate
 from typing import Any
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from maxtext.inference.server.errors import ApiError
-from maxtext.inference.server.events import encode_json
+from maxtext.common.log import LOGGER
+from maxtext.inference.server.errors import SERVER_ERROR, ApiError
+from maxtext.inference.server.events import Receive, Send, encode_json
 
 HEAD_SECONDS = 30.0  # from the connection, or the first byte of a request, to the end of its head
 BODY_SECONDS = 35.0  # from there to the end of the body; the application gives up earlier
 STALL_SECONDS = 30.0  # in which a client reads nothing of a response that waits for it
+IDLE_SECONDS = 5.0  # from a response to the first byte of the next request
 MAX_HEAD_BYTES = 64 * 1024
+MAX_BUFFERED_BYTES = 64 * 1024  # of bodies that wait for the application while more is read
 # The host of such a target counts, not the header Host, which the application checks.
 ABSOLUTE_TARGET = re.compile(rb"[a-zA-Z][\w+.-]*://(?P<host>[^/?#]*)")
 # For the rest of a body after a response that closes the connection: a connection that is closed
@@ -25,45 +32,108 @@ ABSOLUTE_TARGET = re.compile(rb"[a-zA-Z][\w+.-]*://(?P<host>[^/?#]*)")
 LINGER_SECONDS = 5.0
 MAX_LINGER_BYTES = 64 * 2**20
 MAX_PIPELINED = 16  # requests of a connection that wait for earlier responses while more is read
+STATUS_LINE = {
+    status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode()
+    for status in http.HTTPStatus
+}
+NOT_IN_NAME = re.compile(rb'[\x00-\x20\x7f()<>@,;:\\"/\[\]?={}]')
+NOT_IN_VALUE = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")  # such as the end of the line
+
+AsgiApp = Callable[[Any, Receive, Send], Awaitable[None]]
 
 
-class LimitedProtocol(HttpToolsProtocol):
-    """Ends connections whose client exceeds a limit. A request that is not valid HTTP, such as one
-    with both Content-Length and chunks, gets an error with OpenAI's envelope.
+class ServerState:
+    """What the connections of a server share."""
+
+    def __init__(self, app: AsgiApp):
+        self.app = app
+        self.connections: set[HttpProtocol] = set()
+        self.tasks: set[asyncio.Task[None]] = set()  # of responses
+        self.date_second = 0
+        self.date_line = b""
+
+    def date(self) -> bytes:
+        """The header Date of a response."""
+        second = int(time.time())
+        if second != self.date_second:
+            self.date_second = second
+            self.date_line = f"date: {formatdate(second, usegmt=True)}\r\n".encode()
+        return self.date_line
+
+
+class HttpProtocol(asyncio.Protocol):
+    """A connection. Ends it if its client exceeds a limit. A request that is not valid HTTP, such
+    as one with both Content-Length and chunks, gets an error with OpenAI's envelope.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
+    transport: asyncio.Transport
+
+    def __init__(self, state: ServerState):
+        self.state = state
+        self.loop = asyncio.get_running_loop()
         self.request_timer: asyncio.TimerHandle | None = None
         self.write_timer: asyncio.TimerHandle | None = None
-        self.in_head = True
-        self.num_head_bytes = 0
-        self.refusal = ApiError(400, "this is no valid HTTP request")
-        self.running: Any = None  # the cycle of the response in progress; `cycle` is the newest
-        # The parser stops at a head with Upgrade, see `_unsupported_upgrade_warning`.
-        self.data = b""  # that it was given
-        self.is_at_upgrade = False
+        self.writable = asyncio.Event()
+        self.writable.set()
+        self.is_reading_paused = False
+        self.scope: dict[str, Any] = {}  # the same for each request
+        self.exchanges: deque[Exchange] = deque()  # without complete responses; the first one runs
         self.num_discarded: int | None = None  # bytes after the last response; None: before it
+        # The request that is parsed.
+        self.start_parser()
+        self.in_head = False
+        self.num_head_bytes = 0
+        self.num_received = 0  # bytes that the parser has last been given
+        self.url = b""
+        self.headers: list[tuple[bytes, bytes]] = []
+        self.incoming: Exchange | None = None  # whose body is not complete
+        self.refusal = ApiError(400, "this is no valid HTTP request")
 
     def connection_made(self, transport: Any) -> None:
-        super().connection_made(transport)
-        self.start_request_timer(HEAD_SECONDS)
+        self.transport = transport
+        self.state.connections.add(self)
+        self.scope = {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "server": socket_address(transport.get_extra_info("sockname")),
+            "client": socket_address(transport.get_extra_info("peername")),
+            "scheme": "https" if transport.get_extra_info("sslcontext") else "http",
+            "root_path": "",
+        }
+        self.start_request_timer(HEAD_SECONDS, self.end_slow_request)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self.state.connections.discard(self)
         for timer in (self.request_timer, self.write_timer):
             if timer is not None:
                 timer.cancel()
-        if self.running is not None and not self.running.response_complete:
-            self.running.disconnected = True
-            self.running.message_event.set()
-        super().connection_lost(exc)
+        self.disconnect()
+
+    def disconnect(self) -> None:
+        """Tell the application that the client has left."""
+        for exchange in self.exchanges:
+            exchange.is_disconnected = True
+            exchange.changed.set()
+        self.writable.set()
+
+    def end(self) -> None:
+        """The server ends: close the connection after the last response."""
+        if self.exchanges:
+            self.exchanges[-1].keep_alive = False
+        else:
+            self.transport.close()
 
     # Requests.
 
-    def start_request_timer(self, seconds: float) -> None:
+    def start_request_timer(self, seconds: float, callback: Callable[[], None]) -> None:
         if self.request_timer is not None:
             self.request_timer.cancel()
-        self.request_timer = self.loop.call_later(seconds, self.end_slow_request)
+        self.request_timer = self.loop.call_later(seconds, callback)
+
+    def start_parser(self) -> None:
+        self.parser = httptools.HttpRequestParser(self)
+        # Else it raises an error for requests after one with Connection: close, which is answered.
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
 
     def data_received(self, data: bytes) -> None:
         if self.num_discarded is not None:
@@ -71,67 +141,116 @@ class LimitedProtocol(HttpToolsProtocol):
             if self.num_discarded > MAX_LINGER_BYTES:
                 self.transport.abort()
             return
-        self.data = data
-        super().data_received(data)
-        if self.in_head:
-            self.num_head_bytes += len(data)
-            if self.num_head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
-                self.refuse(self.head_too_large())
+        self.num_received = len(data)
+        try:
+            self.parse(data)
+        except httptools.HttpParserError:
+            self.refuse(self.refusal)
+            return
+        self.num_head_bytes += len(data)
+        if self.in_head and self.num_head_bytes > MAX_HEAD_BYTES:
+            self.refuse(self.head_too_large())
 
-    def _unsupported_upgrade_warning(self) -> None:
-        """uvicorn calls it in its handler of HttpParserUpgrade: the parser has stopped at a head
-        with Upgrade, without its body. Java's client so offers HTTP/2. As RFC 9110 says, the
-        request goes on in HTTP/1.1: another parser, whose head has the same length of the body,
-        gets the rest.
+    def parse(self, data: bytes) -> None:
+        """The parser stops at a head with Upgrade, without its body. Java's client so offers
+        HTTP/2. As RFC 9110 says, the request goes on in HTTP/1.1: another parser gets the head
+        without the offer, and what follows.
         """
-        error = sys.exc_info()[1]
-        assert isinstance(error, httptools.HttpParserUpgrade), "uvicorn has caught it"
-        rest = self.data[error.args[0] :]
-        names = (b"content-length", b"transfer-encoding")
-        lengths = [name + b": " + value for name, value in self.headers if name in names]
-        self.parser = httptools.HttpRequestParser(BodyCallbacks(self))
-        self.is_at_upgrade = False
-        self.parser.feed_data(b"\r\n".join([b"POST / HTTP/1.1", *lengths, b"", b""]))
-        self.data_received(rest)
+        while data:
+            try:
+                self.parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as offer:
+                rest = data[offer.args[0] :]
+                version = self.parser.get_http_version().encode()
+                lines = [self.parser.get_method() + b" " + self.url + b" HTTP/" + version]
+                lines += [
+                    name + b": " + value for name, value in self.headers if name != b"upgrade"
+                ]
+                data = b"\r\n".join([*lines, b"", rest])
+                self.start_parser()
 
     def on_message_begin(self) -> None:
-        super().on_message_begin()
         self.in_head = True
-        self.num_head_bytes = 0
-        self.start_request_timer(HEAD_SECONDS)
+        self.url = b""
+        self.headers = []
+        self.start_request_timer(HEAD_SECONDS, self.end_slow_request)
+
+    def on_url(self, url: bytes) -> None:
+        self.url += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self.headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
+        method = self.parser.get_method()
+        if self.parser.should_upgrade() and method != b"CONNECT":
+            return  # the head comes again, see `parse`
         if (refusal := self.check_head()) is not None:
             self.refusal = refusal
-            raise ValueError("the head is refused")  # the parser stops, see send_400_response
+            raise ValueError("the head is refused")  # the parser stops, see data_received
         self.in_head = False
-        self.is_at_upgrade = self.parser.should_upgrade()
-        self.start_request_timer(BODY_SECONDS)
-        super().on_headers_complete()
-        cycle: Any = self.cycle
-        cycle.transport = ResponseTransport(self, cycle)
-        if self.pipeline and len(self.pipeline) <= MAX_PIPELINED:
-            self.flow.resume_reading()  # else the end of the connection would not be noticed
+        self.start_request_timer(BODY_SECONDS, self.end_slow_request)
+        version = self.parser.get_http_version()
+        target = httptools.parse_url(self.url)
+        scope = {
+            **self.scope,
+            "http_version": version,
+            "method": method.decode("ascii"),
+            "path": urllib.parse.unquote(target.path.decode("ascii")),
+            "raw_path": target.path,
+            "query_string": target.query or b"",
+            "headers": self.headers,
+            "state": {},
+        }
+        keep_alive = version != "1.0" and self.parser.should_keep_alive()
+        self.incoming = Exchange(self, scope, keep_alive)
+        self.exchanges.append(self.incoming)
+        if len(self.exchanges) == 1:
+            self.start_response()
+        self.update_reading()
 
-    def _start_asgi_task(self, cycle: Any, app: Any) -> None:
-        """uvicorn calls it for a request, and at the end of a response for the next one."""
-        self.running = cycle
-        super()._start_asgi_task(cycle, app)
+    def on_body(self, body: bytes) -> None:
+        if self.incoming is not None and not self.incoming.is_complete:
+            self.incoming.body += body
+            self.incoming.changed.set()
+            self.update_reading()
 
     def on_message_complete(self) -> None:
-        if self.is_at_upgrade:
-            return  # the body comes
+        if self.in_head:
+            return  # at an offer, see `parse`
         if self.request_timer is not None:
             self.request_timer.cancel()
-        super().on_message_complete()
+        self.num_head_bytes = -self.num_received  # the rest of these bytes is not counted
+        if self.incoming is not None:
+            self.incoming.more_body = False
+            self.incoming.changed.set()
+            self.incoming = None
+        self.start_idle_timer()
+
+    def start_idle_timer(self) -> None:
+        if not self.exchanges and not self.in_head and self.incoming is None:
+            self.start_request_timer(IDLE_SECONDS, self.transport.close)
+
+    def update_reading(self) -> None:
+        """Read no more while much waits for the application. An end of the connection is not
+        noticed meanwhile.
+        """
+        num_bytes = sum(len(exchange.body) for exchange in self.exchanges)
+        is_full = len(self.exchanges) > MAX_PIPELINED + 1 or num_bytes > MAX_BUFFERED_BYTES
+        is_full = is_full and self.num_discarded is None
+        if is_full != self.is_reading_paused and not self.transport.is_closing():
+            self.is_reading_paused = is_full
+            if is_full:
+                self.transport.pause_reading()
+            else:
+                self.transport.resume_reading()
 
     def end_slow_request(self) -> None:
-        if self.transport.is_closing():
-            return
-        if not self.in_head or not self.num_head_bytes:
+        if self.in_head:
+            self.refuse(ApiError(408, f"the head did not come in {HEAD_SECONDS:.0f} seconds"))
+        else:
             self.transport.abort()
-            return
-        self.refuse(ApiError(408, f"the head did not come in {HEAD_SECONDS:.0f} seconds"))
 
     def check_head(self) -> ApiError | None:
         """The error of a head that the parser accepts and RFC 9112 does not, or that is too
@@ -141,6 +260,8 @@ class LimitedProtocol(HttpToolsProtocol):
         size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
         if size > MAX_HEAD_BYTES:
             return self.head_too_large()
+        if self.parser.get_method() == b"CONNECT":
+            return self.refusal  # the parser reads no body, see `parse`
         values: dict[bytes, list[bytes]] = {b"host": [], b"transfer-encoding": []}
         for name, value in self.headers:
             if name in values:
@@ -159,26 +280,48 @@ class LimitedProtocol(HttpToolsProtocol):
     def head_too_large() -> ApiError:
         return ApiError(431, f"the head of the request is larger than {MAX_HEAD_BYTES} bytes")
 
-    def send_400_response(self, msg: str) -> None:
-        """uvicorn calls it when its parser fails."""
-        self.refuse(self.refusal)
-
     def refuse(self, error: ApiError) -> None:
         """Send an error and close the connection; only close it within another response. A request
         whose body is malformed, for which the application waits, has no response yet.
         """
-        cycle = self.cycle
-        is_open = cycle is not None and not cycle.response_complete
-        if is_open and (cycle.response_started or self.pipeline):
-            self.transport.abort()
+        if self.transport.is_closing():
             return
+        if self.exchanges and (self.exchanges[0].is_started or len(self.exchanges) > 1):
+            self.transport.abort()
+        else:
+            self.send_error(error)
+
+    # Responses.
+
+    def start_response(self) -> None:
+        """Of the first exchange."""
+        task = self.loop.create_task(self.exchanges[0].run(self.state.app))
+        self.state.tasks.add(task)
+        task.add_done_callback(self.state.tasks.discard)
+
+    def end_response(self) -> None:
+        """The response of the first exchange is complete."""
+        exchange = self.exchanges.popleft()
+        if not exchange.keep_alive:
+            if exchange.more_body:
+                self.linger()
+            else:
+                self.transport.close()
+        elif not self.transport.is_closing():
+            self.update_reading()
+            if self.exchanges:
+                self.start_response()
+            else:
+                self.start_idle_timer()
+
+    def send_error(self, error: ApiError) -> None:
+        """Instead of a response, and close the connection."""
         body = encode_json(error.body())
         headers = b"content-type: application/json\r\nconnection: close\r\ncontent-length: "
         head = STATUS_LINE[error.status] + headers + str(len(body)).encode() + b"\r\n\r\n"
         self.transport.write(head + body)
         self.linger()
-
-    # Responses.
+        self.disconnect()
 
     def linger(self) -> None:
         """Close the connection when the client has closed its side, and no later than
@@ -187,21 +330,19 @@ class LimitedProtocol(HttpToolsProtocol):
         if self.transport.is_closing() or self.num_discarded is not None:
             return
         self.num_discarded = 0
-        self.flow.resume_reading()
+        self.update_reading()
         if self.transport.can_write_eof():
             self.transport.write_eof()
-        if self.request_timer is not None:
-            self.request_timer.cancel()
-        self.request_timer = self.loop.call_later(LINGER_SECONDS, self.transport.close)
+        self.start_request_timer(LINGER_SECONDS, self.transport.close)
 
     def pause_writing(self) -> None:
-        super().pause_writing()
+        self.writable.clear()
         self.start_write_timer()
 
     def resume_writing(self) -> None:
         if self.write_timer is not None:
             self.write_timer.cancel()
-        super().resume_writing()
+        self.writable.set()
 
     def start_write_timer(self) -> None:
         size = self.transport.get_write_buffer_size()
@@ -215,49 +356,115 @@ class LimitedProtocol(HttpToolsProtocol):
             self.start_write_timer()
 
 
-class BodyCallbacks:
-    """Callbacks of a parser that begins with the body of a request, whose head is known."""
+class Exchange:
+    """A request and its response, as an ASGI application receives and sends them."""
 
-    def __init__(self, protocol: LimitedProtocol):
-        self.protocol = protocol
-        self.on_body = protocol.on_body
-        self.is_first = True
+    def __init__(self, connection: HttpProtocol, scope: dict[str, Any], keep_alive: bool):
+        self.connection = connection
+        self.scope = scope
+        self.keep_alive = keep_alive  # the connection, after the response
+        self.waits_to_continue = any(
+            name == b"expect" and value.lower() == b"100-continue"
+            for name, value in scope["headers"]
+        )
+        self.body = bytearray()  # that the application has not received
+        self.more_body = True
+        self.changed = asyncio.Event()
+        self.is_disconnected = False
+        # The response.
+        self.is_started = False
+        self.is_complete = False
+        self.is_chunked = False
+        self.num_left = 0  # bytes of a body with Content-Length
 
-    def on_message_begin(self) -> None:
-        if not self.is_first:
-            self.protocol.on_message_begin()
+    async def run(self, app: AsgiApp) -> None:
+        try:
+            await app(self.scope, self.receive, self.send)
+        except Exception as error:
+            LOGGER.error("the application failed", exc_info=error)
+        finally:
+            if not self.is_complete and not self.is_disconnected:
+                if self.is_started:  # the client notices that the response is cut
+                    self.connection.transport.close()
+                else:
+                    self.connection.refuse(ApiError(500, "an internal error", SERVER_ERROR))
 
-    def on_url(self, url: bytes) -> None:
-        if not self.is_first:
-            self.protocol.on_url(url)
+    async def receive(self) -> dict[str, Any]:
+        if self.waits_to_continue and not self.connection.transport.is_closing():
+            self.connection.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            self.waits_to_continue = False
+        if not self.is_disconnected and not self.is_complete:
+            await self.changed.wait()
+            self.changed.clear()
+        if self.is_disconnected or self.is_complete:
+            return {"type": "http.disconnect"}
+        body, self.body = bytes(self.body), bytearray()
+        self.connection.update_reading()
+        return {"type": "http.request", "body": body, "more_body": self.more_body}
 
-    def on_header(self, name: bytes, value: bytes) -> None:
-        if not self.is_first:
-            self.protocol.on_header(name, value)
-
-    def on_headers_complete(self) -> None:
-        if not self.is_first:
-            self.protocol.on_headers_complete()
-
-    def on_message_complete(self) -> None:
-        self.is_first = False
-        self.protocol.on_message_complete()
-
-
-class ResponseTransport:
-    """The transport that uvicorn writes a response to. Closing it leaves the client time to read
-    the response if the body of the request is not complete.
-    """
-
-    def __init__(self, protocol: LimitedProtocol, cycle: Any):
-        self.protocol = protocol
-        self.cycle = cycle
-        self.inner = protocol.transport
-        self.write = self.inner.write
-        self.is_closing = self.inner.is_closing
-
-    def close(self) -> None:
-        if self.cycle.more_body:
-            self.protocol.linger()
+    async def send(self, message: Any) -> None:
+        """Raises RuntimeError for a message that ASGI does not allow here, and for a header that
+        is not valid.
+        """
+        if not self.is_disconnected:
+            await self.connection.writable.wait()
+        if self.is_disconnected:
+            return
+        expected = "http.response.body" if self.is_started else "http.response.start"
+        if self.is_complete or message["type"] != expected:
+            raise RuntimeError(f"{message['type']} does not come next in a response")
+        if self.is_started:
+            self.send_body(message.get("body", b""), message.get("more_body", False))
         else:
-            self.inner.close()
+            self.send_head(message["status"], message.get("headers", []))
+
+    def send_head(self, status: int, headers: Any) -> None:
+        parts = [STATUS_LINE[status], self.connection.state.date()]
+        has_length = says_close = False
+        for name, value in headers:
+            if NOT_IN_NAME.search(name) or NOT_IN_VALUE.search(value):
+                raise RuntimeError(f"the response has a header that is not valid: {name!r}")
+            name = name.lower()
+            if name == b"content-length":
+                has_length = True
+                self.num_left = int(value)
+            elif name == b"transfer-encoding":
+                raise RuntimeError("the server chooses the transfer coding of a response")
+            elif name == b"connection" and b"close" in value.lower().replace(b" ", b"").split(b","):
+                says_close = True
+                self.keep_alive = False
+            parts += [name, b": ", value, b"\r\n"]
+        if not self.keep_alive and not says_close:
+            parts.append(b"connection: close\r\n")
+        if self.scope["method"] == "HEAD":
+            self.num_left = 0
+        elif not has_length and status not in (204, 304):
+            self.is_chunked = True
+            parts.append(b"transfer-encoding: chunked\r\n")
+        parts.append(b"\r\n")
+        self.is_started = True
+        self.waits_to_continue = False
+        self.connection.transport.write(b"".join(parts))
+
+    def send_body(self, body: bytes, more_body: bool) -> None:
+        if self.is_chunked:
+            chunk = b"%x\r\n%b\r\n" % (len(body), body) if body else b""
+            self.connection.transport.write(chunk if more_body else chunk + b"0\r\n\r\n")
+        elif self.scope["method"] != "HEAD":
+            if len(body) > self.num_left:
+                raise RuntimeError("the body of the response is longer than its Content-Length")
+            self.num_left -= len(body)
+            self.connection.transport.write(body)
+            if self.num_left and not more_body:
+                raise RuntimeError("the body of the response is shorter than its Content-Length")
+        if not more_body:
+            self.is_complete = True
+            self.changed.set()
+            self.connection.end_response()
+
+
+def socket_address(name: Any) -> tuple[str, int | None] | None:
+    """For the scope: (host, port), or (path, None) of a unix socket that has one."""
+    if isinstance(name, tuple):
+        return str(name[0]), int(name[1])
+    return (name, None) if name and isinstance(name, str) else None

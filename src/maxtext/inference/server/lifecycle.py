@@ -1,5 +1,6 @@
 """The server as a thread, from a bound socket to the end of its last response."""
 
+import asyncio
 import os
 import socket
 import ssl
@@ -21,6 +22,7 @@ from maxtext.inference.server.events import error_response
 FEATURE = "maxtext serve"
 POLL_SECONDS = 0.1
 START_SECONDS = 30.0
+BACKLOG = 2048  # connections that wait to be accepted
 SWITCH_SECONDS = 0.0005
 CLOSE_SECONDS = 5  # for connections that are open when the server ends
 
@@ -37,21 +39,27 @@ class Tls:
 
     def check(self) -> None:
         """Raises ConfigError unless the files are there and fit each other."""
+        self.context()
+
+    def context(self) -> ssl.SSLContext | None:
+        """None without a certificate; raises ConfigError as `check` does."""
         if (self.certificate is None) != (self.key is None):
             raise ConfigError("--ssl-certfile and --ssl-keyfile go together: give both or neither")
         if self.certificate is None or self.key is None:
             if self.authorities is not None:
                 raise ConfigError("--ssl-ca-certs needs --ssl-certfile and --ssl-keyfile")
-            return
+            return None
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         try:
             context.load_cert_chain(self.certificate, self.key)
             if self.authorities is not None:
                 context.load_verify_locations(self.authorities)
+                context.verify_mode = ssl.CERT_REQUIRED
         except (OSError, ssl.SSLError) as error:
             raise ConfigError(
                 f"the TLS files {self.certificate} and {self.key} cannot be used: {error}"
             ) from error
+        return context
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -123,46 +131,50 @@ class HttpServer:
     """Serves an ASGI application on a bound socket, in a thread with an event loop of its own."""
 
     def __init__(self, app: Any, listener: socket.socket, tls: Tls | None = None):
-        uvicorn = require("uvicorn", FEATURE)
-        from maxtext.inference.server.http_protocol import LimitedProtocol
-
-        tls = tls or Tls()
-        config = uvicorn.Config(
-            app,
-            http=LimitedProtocol,
-            ws="none",
-            loop="uvloop",
-            lifespan="off",
-            log_config=None,
-            log_level="critical",  # errors are logged by the application
-            access_log=False,
-            server_header=False,
-            timeout_graceful_shutdown=CLOSE_SECONDS,
-            ssl_certfile=tls.certificate,
-            ssl_keyfile=tls.key,
-            ssl_ca_certs=tls.authorities,
-            ssl_cert_reqs=ssl.CERT_REQUIRED if tls.authorities else ssl.CERT_NONE,
-        )
+        self.uvloop = require("uvloop", FEATURE)
+        require("httptools", FEATURE)
+        self.app = app
         self.listener = listener
-        self.server = uvicorn.Server(config)
+        self.tls_context = (tls or Tls()).context()
+        self.has_started = threading.Event()
+        self.should_end = threading.Event()
         self.thread = threading.Thread(target=self.run, name="maxtext-http", daemon=True)
 
     def run(self) -> None:
-        # Outside of the main thread, uvicorn leaves the signals alone.
-        self.server.run(sockets=[self.listener])
+        with asyncio.Runner(loop_factory=self.uvloop.new_event_loop) as runner:
+            runner.run(self.serve())
+
+    async def serve(self) -> None:
+        """Accept connections until the server should end, and give them CLOSE_SECONDS then. The
+        runner cancels the tasks that remain.
+        """
+        from maxtext.inference.server.http_protocol import HttpProtocol, ServerState
+
+        state = ServerState(self.app)
+        server = await asyncio.get_running_loop().create_server(
+            lambda: HttpProtocol(state), sock=self.listener, ssl=self.tls_context, backlog=BACKLOG
+        )
+        self.has_started.set()
+        while not self.should_end.is_set():
+            await asyncio.sleep(POLL_SECONDS)
+        server.close()
+        for connection in list(state.connections):
+            connection.end()
+        end = time.monotonic() + CLOSE_SECONDS
+        while (state.connections or state.tasks) and time.monotonic() < end:
+            await asyncio.sleep(POLL_SECONDS)
 
     def start(self) -> None:
         """Returns when connections are accepted."""
         self.thread.start()
         end = time.monotonic() + START_SECONDS
-        while not self.server.started:
+        while not self.has_started.wait(0.01):
             if not self.thread.is_alive() or time.monotonic() > end:
                 raise UserError("the HTTP server did not start")
-            time.sleep(0.01)
 
     def stop(self) -> None:
         """End the connections and the thread."""
-        self.server.should_exit = True
+        self.should_end.set()
         self.thread.join(2 * CLOSE_SECONDS)
         self.listener.close()
 
