@@ -151,7 +151,8 @@ def build_model(parsed: ServeArguments, session: GenerationSession) -> "ServedMo
     source = "".join(template.sources) if template else ""
     defaults = read_sampling_defaults(session.llm) if parsed.uses_generation_config else {}
     if session.config.enable_model_warmup:  # loading warms up the sampling of the keys
-        session.llm.warm_up(SamplingParams(**{"temperature": DEFAULT_TEMPERATURE} | defaults))
+        params = SamplingParams(temperature=DEFAULT_TEMPERATURE)
+        session.llm.warm_up(dataclasses.replace(params, **defaults))
     return ServedModel(
         llm=session.llm,
         engine=AsyncEngine(session.llm, max_queue=parsed.max_queue),

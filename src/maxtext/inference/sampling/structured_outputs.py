@@ -68,7 +68,7 @@ class StructuredOutputs:
                 raise RequestError(f"{name} must be a list of texts, none of them empty", param)
             if len(texts) > MAX_CHOICES:
                 raise RequestError(
-                    f"{name} has {len(texts)} texts: {MAX_CHOICES} are the most", param
+                    f"{name} has {len(texts)} texts: at most {MAX_CHOICES} are allowed", param
                 )
             return cls(kind, limited(json.dumps(list(texts)), param), param)
         if not isinstance(content, str) or not content:
@@ -122,7 +122,9 @@ def schema_text(schema: Any, name: str) -> str:
     check_count(text, '"pattern"', MAX_PATTERNS, "patterns", name)
     if sum(map(num_remainders, MULTIPLE_OF.findall(limited(text, name)))) > MAX_REMAINDERS:
         raise RequestError(
-            f"{name} has a multipleOf that is too large: {MAX_REMAINDERS} is the most", param
+            f"{name} has a multipleOf that is too large: at most "
+            f"{MAX_REMAINDERS} remainders are allowed",
+            param,
         )
     return text
 
@@ -137,14 +139,14 @@ def num_remainders(divisor: str) -> int:
 def check_count(text: str, mark: str, limit: int, what: str, name: str) -> None:
     """Raises RequestError if a text has more than `limit` marks, one for each of `what`."""
     if (count := text.count(mark)) > limit:
-        message = f"{name} has {count} {what}: {limit} are the most"
+        message = f"{name} has {count} {what}: at most {limit} are allowed"
         raise RequestError(message, name.partition(".")[0])
 
 
 def limited(text: str, name: str) -> str:
     if len(text) > MAX_CHARACTERS:
         raise RequestError(
-            f"{name} has {len(text)} characters: {MAX_CHARACTERS} are the most",
+            f"{name} has {len(text)} characters: at most {MAX_CHARACTERS} are allowed",
             name.partition(".")[0],
         )
     return text

@@ -6,7 +6,8 @@ import pytest
 
 from maxtext.inference.sampling.grammar import GrammarCompiler
 from maxtext.inference.sampling.structured_outputs import StructuredOutputs
-from maxtext.inference.server.messages import MessageBuilder, MessageFormat
+from maxtext.inference.server.completions_writer import MessageBuilder
+from maxtext.inference.server.messages import MessageFormat
 from maxtext.inference.server.tools import ToolOptions
 from maxtext.inference.text.parsers.message_parser import MessageParser
 from maxtext.inference.text.parsers.reasoning import Reasoning, find_reasoning_parser
