@@ -221,8 +221,8 @@ def read_arguments(arguments: Arguments) -> ServeArguments:
         drain_timeout=arguments["--drain-timeout"],
         template_defaults=template_defaults(arguments),
         uses_generation_config=arguments["--generation-config"] not in ("none", "vllm"),
-        tool_parser=arguments["--tool-call-parser"],
-        reasoning_parser=arguments["--reasoning-parser"],
+        tool_parser=parser_name(arguments["--tool-call-parser"]),
+        reasoning_parser=parser_name(arguments["--reasoning-parser"]),
         adapters=adapters,
         tls=tls,
         # No browser reaches a unix socket, so names are the proxy's to check.
@@ -273,3 +273,8 @@ def listened_names(host: str) -> tuple[str, ...]:
 
 def is_loopback(host: str) -> bool:
     return host in ("127.0.0.1", "::1", "localhost")
+
+
+def parser_name(option: str | None) -> str | None:
+    """The parser that an option names; harmony was called gpt_oss."""
+    return "harmony" if option == "gpt_oss" else option

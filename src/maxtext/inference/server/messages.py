@@ -236,7 +236,7 @@ class MessageFormat:
 
     def build_parser(self) -> MessageParser:
         """A new parser for the text of one message."""
-        has_channel_calls = self.tool_parser == "gpt_oss" and self.tools.is_auto
+        has_channel_calls = self.tool_parser == "harmony" and self.tools.is_auto
         calls = self.tools.build_parser(self.tool_parser)
         parser = self.reasoning.build_parser(calls, has_channel_calls)
         if not self.tools.parallel:
