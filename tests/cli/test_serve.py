@@ -43,11 +43,16 @@ def parse_arguments(args) -> ServeArguments:
     return read_arguments(parse("serve", COMMANDS["serve"], args))
 
 
+def test_harmony_has_its_former_name():
+    parsed = parse_arguments(["m", "--tool-call-parser=gpt_oss", "--reasoning-parser=gpt_oss"])
+    assert (parsed.tool_parser, parsed.reasoning_parser) == ("harmony", "harmony")
+
+
 def test_options_name_what_the_server_has():
     """Help must not import the server, so options.py repeats its names and limits."""
     form = COMMANDS["serve"].forms[""]
-    assert form.find("--tool-call-parser").type.choices == tool_calls.PARSERS
-    assert form.find("--reasoning-parser").type.choices == reasoning.PARSERS
+    assert form.find("--tool-call-parser").type.choices == (*tool_calls.PARSERS, "gpt_oss")
+    assert form.find("--reasoning-parser").type.choices == (*reasoning.PARSERS, "gpt_oss")
     assert options.MAX_LOGPROBS == MAX_LOGPROBS
     parsed = parse_arguments(["m", "--allowed-hosts", "*", "--host", "localhost"])
     assert parsed.options == ServerOptions(

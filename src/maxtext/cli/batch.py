@@ -30,6 +30,7 @@ from maxtext.cli.terminal import LOG_SECONDS, format_table
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.common.files import local_path
 from maxtext.common.hub import find_folder
+from maxtext.common.types import Json
 from maxtext.configs.load import base_values
 from maxtext.configs.sources import suggest
 from maxtext.configs.types import MaxTextConfig
@@ -37,9 +38,9 @@ from maxtext.inference.requests import GenerationRequest
 from maxtext.inference.sampling.params import SamplingParams
 from maxtext.inference.sampling.structured_outputs import parse_response_format
 from maxtext.inference.server.fields import SamplingFields, given_sampling
+from maxtext.inference.server.messages import Message, parse_messages
 from maxtext.inference.server.protocol import validate
 from maxtext.inference.strict_json import JsonReader
-from maxtext.inference.validation import shorten
 
 # Results carry the id, so all of a line can be written as JSON again: Python's writer has limits.
 READER = JsonReader(
@@ -52,7 +53,7 @@ READER = JsonReader(
 )
 
 
-def parse_line(data: bytes) -> dict[str, Any]:
+def parse_line(data: bytes) -> Json:
     record = READER.read(data)
     if not isinstance(record, dict):
         raise UserError('the line is not a JSON object such as {"prompt": "I love to"}')
@@ -66,27 +67,6 @@ def check_prompt(prompt: Any) -> str | list[int]:
     return prompt
 
 
-def check_messages(messages: Any) -> list[dict[str, Any]]:
-    """Raise UserError unless this is a list of messages that each have a role and a text."""
-    if not isinstance(messages, list):
-        raise UserError('messages must be a list such as [{"role": "user", "content": "hello"}]')
-    if not messages:
-        raise UserError("messages is empty: a conversation has at least one message")
-    for index, message in enumerate(messages):
-        if not isinstance(message, dict):
-            raise UserError(f"messages[{index}] must be an object with role and content")
-        for name in ("role", "content"):
-            if name not in message:
-                raise UserError(f"messages[{index}] has no {name}")
-            if not isinstance(message[name], str):
-                raise UserError(
-                    f"messages[{index}].{name} must be text, not {shorten(message[name])}"
-                )
-        if not message["role"]:
-            raise UserError(f"messages[{index}].role is empty: set it, for example to user")
-    return messages
-
-
 def check_adapter(adapter: Any) -> str | None:
     if not isinstance(adapter, str | None):
         raise UserError(f"adapter={adapter!r} must be the name of an adapter, or empty for none")
@@ -97,7 +77,7 @@ class BatchLine(SamplingFields):
     """A line. null is a value, which only `id` and `adapter` may have."""
 
     prompt: Annotated[str | list[int], PlainValidator(check_prompt)] = ""
-    messages: Annotated[list[dict[str, Any]], PlainValidator(check_messages)] = []
+    messages: Annotated[list[Message], PlainValidator(parse_messages)] = []
     id: Any = None
     max_new_tokens: int = 0
     n: Any = None
@@ -105,7 +85,7 @@ class BatchLine(SamplingFields):
     adapter: Annotated[str | None, PlainValidator(check_adapter)] = None
 
     @classmethod
-    def from_record(cls, record: dict[str, Any]) -> "BatchLine":
+    def from_record(cls, record: Json) -> "BatchLine":
         """Raises UserError for the first field that is unknown or wrong."""
         for name in record:
             if name not in cls.model_fields:
@@ -117,7 +97,7 @@ class BatchLine(SamplingFields):
             raise UserError("a line has either response_format or structured_outputs")
         return validate(cls, record)
 
-    def sampling(self) -> dict[str, Any]:
+    def sampling(self) -> Json:
         """The fields of SamplingParams that the line has."""
         given = given_sampling(self)
         if "response_format" in self.model_fields_set:
@@ -126,12 +106,12 @@ class BatchLine(SamplingFields):
 
 
 def build_request(
-    record: dict[str, Any], index: int, session: GenerationSession, defaults: SamplingParams
+    record: Json, index: int, session: GenerationSession, defaults: SamplingParams
 ) -> GenerationRequest:
     """The request of a line. `defaults` are the configuration's; the line overrides them."""
     line = BatchLine.from_record(record)
     if line.messages:
-        prompt_ids = session.encode_chat(line.messages)
+        prompt_ids = session.encode_chat([message.to_json() for message in line.messages])
     elif isinstance(line.prompt, str):
         prompt_ids = session.encode_prompt(line.prompt)
     else:
@@ -244,7 +224,7 @@ def newest_step(path: str) -> str:
     return str(folder.resolve())
 
 
-def result_settings(path: str, config: MaxTextConfig) -> dict[str, Any]:
+def result_settings(path: str, config: MaxTextConfig) -> Json:
     """The settings that decide the results. A weight_dtype or a tokenizer that was not set is the
     checkpoint's, so the path of the model stands for it.
     """
@@ -261,19 +241,17 @@ def result_settings(path: str, config: MaxTextConfig) -> dict[str, Any]:
 def complete_all(
     session: GenerationSession, requests: Path, results: ResultFile, report: "Report"
 ) -> None:
-    pass
-
     from maxtext.inference import SamplingParams
 
     logprobs = 0 if session.config.return_log_prob else None
     params = SamplingParams.from_config(session.config, logprobs=logprobs)
     # By the index of the request: its line, and the completions that it still has to get.
-    running: dict[int, tuple[Line, dict[str, Any]]] = {}
+    running: dict[int, tuple[Line, Json]] = {}
     choices: dict[int, list[Any]] = {}
     indices = itertools.count()
     results.begin()
 
-    def finish(line: Line, record: dict[str, Any], result: dict[str, Any], tokens: int) -> None:
+    def finish(line: Line, record: Json, result: Json, tokens: int) -> None:
         results.write(line, ({"id": record["id"]} if "id" in record else {}) | result)
         report(line, tokens, failed="error" in result)
 
@@ -282,7 +260,7 @@ def complete_all(
             if results.has(line):
                 report.skip(line)
                 continue
-            record: dict[str, Any] = {}
+            record: Json = {}
             try:
                 record = parse_line(line.data)
                 request = build_request(record, line.index, session, params)
@@ -307,9 +285,7 @@ def complete_all(
         raise UserError(f"{len(running)} requests were not completed: run the same command again")
 
 
-def result_record(
-    completions: list[Any], record: dict[str, Any], log_probs: bool
-) -> dict[str, Any]:
+def result_record(completions: list[Any], record: Json, log_probs: bool) -> Json:
     """A line of the results: the completion, or with n > 1 a list of them."""
     failed = next((each for each in completions if each.error), None)
     if failed is not None:
@@ -319,10 +295,10 @@ def result_record(
     return records[0] if record.get("n", 1) == 1 else {"choices": records}
 
 
-def completion_record(completion: Any, record: dict[str, Any], log_probs: bool) -> dict[str, Any]:
+def completion_record(completion: Any, record: Json, log_probs: bool) -> Json:
     """Text for a text prompt, ids for a prompt of ids."""
     is_text = not isinstance(record.get("prompt"), list)
-    result: dict[str, Any] = {"text": completion.text} if is_text else {}
+    result: Json = {"text": completion.text} if is_text else {}
     if log_probs:
         result["log_probs"] = [round(each.logprob, 6) for each in completion.logprobs]
     if log_probs or not is_text:

@@ -228,16 +228,16 @@ SERVE = (
     Option(
         "--tool-call-parser", "NAME",
         "form of tool calls in the text: hermes, llama3_json, mistral, qwen3_coder, glm45, "
-        "minimax_m2, seed_oss, gpt_oss or none (by the chat template)",
+        "minimax_m2, seed_oss, harmony or none (by the chat template)",
         one_of(
             "hermes", "llama3_json", "mistral", "qwen3_coder", "glm45", "minimax_m2", "seed_oss",
-            "gpt_oss", "none",
+            "harmony", "none", "gpt_oss",
         ),
     ),
     Option(
         "--reasoning-parser", "NAME",
-        "form of reasoning in the text: think, seed_oss, gpt_oss or none (by the chat template)",
-        one_of("think", "seed_oss", "gpt_oss", "none"),
+        "form of reasoning in the text: think, seed_oss, harmony or none (by the chat template)",
+        one_of("think", "seed_oss", "harmony", "none", "gpt_oss"),
     ),
     Option(
         "--metrics-prefix", "maxtext|vllm", "prefix of metric names",

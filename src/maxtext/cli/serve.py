@@ -152,7 +152,8 @@ def build_model(parsed: ServeArguments, session: GenerationSession) -> "ServedMo
     source = "".join(template.sources) if template else ""
     defaults = read_sampling_defaults(session.llm) if parsed.uses_generation_config else {}
     if session.config.enable_model_warmup:  # loading warms up the sampling of the keys
-        session.llm.warm_up(SamplingParams(**{"temperature": DEFAULT_TEMPERATURE} | defaults))
+        params = SamplingParams(temperature=DEFAULT_TEMPERATURE)
+        session.llm.warm_up(dataclasses.replace(params, **defaults))
     return ServedModel(
         llm=session.llm,
         engine=AsyncEngine(session.llm, max_queue=parsed.max_queue),
@@ -221,8 +222,8 @@ def read_arguments(arguments: Arguments) -> ServeArguments:
         drain_timeout=arguments["--drain-timeout"],
         template_defaults=template_defaults(arguments),
         uses_generation_config=arguments["--generation-config"] not in ("none", "vllm"),
-        tool_parser=arguments["--tool-call-parser"],
-        reasoning_parser=arguments["--reasoning-parser"],
+        tool_parser=parser_name(arguments["--tool-call-parser"]),
+        reasoning_parser=parser_name(arguments["--reasoning-parser"]),
         adapters=adapters,
         tls=tls,
         # No browser reaches a unix socket, so names are the proxy's to check.
@@ -273,3 +274,8 @@ def listened_names(host: str) -> tuple[str, ...]:
 
 def is_loopback(host: str) -> bool:
     return host in ("127.0.0.1", "::1", "localhost")
+
+
+def parser_name(option: str | None) -> str | None:
+    """The parser that an option names; harmony was called gpt_oss."""
+    return "harmony" if option == "gpt_oss" else option

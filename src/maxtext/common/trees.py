@@ -8,10 +8,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from maxtext.common.types import Tree
 
 Path = tuple[Any, ...]
+Array = np.ndarray | jax.Array  # on the host, or on a device
 
 
 def flatten_dict(tree: Tree, path: Path = ()) -> dict[Path, Tree]:

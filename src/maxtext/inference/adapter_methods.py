@@ -4,7 +4,7 @@ merging."""
 import os
 import weakref
 from dataclasses import replace
-from typing import Any, Self
+from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from maxtext.checkpoint.open import Checkpoint
 from maxtext.checkpoint.weights import ModelWeights, ParamInfo
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.common.files import local_path
+from maxtext.common.types import Tree
 from maxtext.configs.types import MaxTextConfig
 from maxtext.inference.engine.engine import InferenceEngine
 from maxtext.inference.engine.model import InferenceModel
@@ -46,12 +47,12 @@ class AdapterMethods:
         self,
         config: MaxTextConfig,
         template: Template,
-        weights: Any,
+        weights: Tree,
         checkpoint: Checkpoint | None = None,
         context: BuildContext | None = None,
     ): ...
 
-    def build_model(self, weights: Any) -> InferenceModel:
+    def build_model(self, weights: Tree) -> InferenceModel:
         """The model for the adapters that are loaded."""
         context, slots = self.context, None
         if self.adapters.loaded:

@@ -7,10 +7,10 @@ import http.client
 import json
 import socket
 import ssl
-from collections.abc import Generator, Iterator, Mapping
-from typing import Any
+from collections.abc import Generator, Iterator
 
 from maxtext.common.errors import UserError
+from maxtext.common.types import Json
 from maxtext.diagnostics.load.client import Target
 
 CONNECT_SECONDS = 10.0
@@ -44,7 +44,7 @@ class ApiClient:
             except (ValueError, LookupError, TypeError) as error:
                 raise ServerError(f"{self.url} has no list of models at /v1/models") from error
 
-    def stream_chat(self, body: Mapping[str, Any]) -> Generator[dict[str, Any], None, None]:
+    def stream_chat(self, body: Json) -> Generator[Json, None, None]:
         """The chunks of a chat completion. Closing the generator cancels the request. Raises
         ServerError, also for an error event and for a stream that ends too early.
         """
@@ -69,7 +69,7 @@ class ApiClient:
 
     @contextlib.contextmanager
     def open(
-        self, method: str, path: str, body: Mapping[str, Any] | None = None
+        self, method: str, path: str, body: Json | None = None
     ) -> Iterator[http.client.HTTPResponse]:
         """A response with status 200."""
         target = self.target
@@ -125,7 +125,7 @@ def lower_first(text: str) -> str:
     return text[:1].lower() + text[1:]
 
 
-def error_message(error: Any) -> str:
+def error_message(error: object) -> str:
     """The message of an error object, on one line."""
     message = error.get("message") if isinstance(error, dict) else error
     return " ".join(str(message or "the server reported an error").split())[:500]

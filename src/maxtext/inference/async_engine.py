@@ -5,6 +5,7 @@ Only this thread touches the engine; other threads send it commands through a qu
 step reaches each event loop in one call, so that many streams wake the loop only once per step.
 """
 
+import asyncio
 import contextlib
 import itertools
 import queue
@@ -14,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from maxtext.common.log import LOGGER
 from maxtext.inference.engine.program_cache import Compilation
@@ -28,6 +29,7 @@ from maxtext.inference.text.streams import (
     AsyncCompletionStream,
     BaseStream,
     CompletionStream,
+    StreamItem,
     item_size,
 )
 
@@ -42,7 +44,7 @@ GATHER_SECONDS = 0.05
 MAX_GATHER_SECONDS = 0.15
 GATHER_POLL_SECONDS = 0.002
 STREAM = TypeVar("STREAM", bound=BaseStream)
-Event = tuple[BaseStream, Any]
+Event = tuple[BaseStream, StreamItem]
 
 
 @dataclass(frozen=True)
@@ -369,7 +371,7 @@ class AsyncEngine:
         else:
             self.session.add(stream.request_id, prepared)
 
-    def end(self, request_id: int, item: Any) -> None:
+    def end(self, request_id: int, item: StreamItem) -> None:
         """Drop a request; `item` is the last of its stream. An unknown id is ignored."""
         stream = self.streams.get(request_id)
         if stream is None:
@@ -419,7 +421,7 @@ class AsyncEngine:
     def publish(self) -> None:
         """Send the events to their streams, with one call for each event loop."""
         self.update_stats()
-        by_loop: dict[Any, list[Event]] = defaultdict(list)
+        by_loop: dict[asyncio.AbstractEventLoop | None, list[Event]] = defaultdict(list)
         for stream, item in self.events:
             by_loop[stream.loop].append((stream, item))
         self.events = []
@@ -468,7 +470,7 @@ class AsyncEngine:
         return tuple(sorted(name for name, adapter in loaded.items() if adapter.slot in slots))
 
 
-def send(events: Iterable[Event], loop: Any) -> bool:
+def send(events: Iterable[Event], loop: asyncio.AbstractEventLoop | None) -> bool:
     """Put items into their streams, in the thread of their event loop, if they have one; returns
     False if the loop is closed.
     """

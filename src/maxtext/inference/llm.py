@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from maxtext.adapters.serving import AdapterSlots
 from maxtext.adapters.spec import Adapter
@@ -26,6 +27,7 @@ from maxtext.checkpoint.tensors import CastTensors, Progress
 from maxtext.checkpoint.weights import ModelWeights, param_dtypes
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.common.hub import find_folder
+from maxtext.common.types import Tree
 from maxtext.configs import fields
 from maxtext.configs.sources import from_python
 from maxtext.configs.startup import configure_process
@@ -49,7 +51,7 @@ from maxtext.inference.requests import Completion, CompletionDelta, GenerationRe
 from maxtext.inference.sampling.bad_words import build_matcher
 from maxtext.inference.sampling.grammar import GrammarCompiler
 from maxtext.inference.sampling.params import SamplingParams
-from maxtext.inference.sampling.sampler import derive_seed, fold_seed
+from maxtext.inference.sampling.sampler import prompt_seed
 from maxtext.inference.sampling.structured_outputs import StructuredOutputs
 from maxtext.inference.text.session import (
     NO_TOKENIZER,
@@ -80,7 +82,7 @@ class LLM(AdapterMethods):
         self,
         config: MaxTextConfig,
         template: Template,
-        weights: Any,
+        weights: Tree,
         checkpoint: Checkpoint | None = None,
         context: BuildContext | None = None,
         adapters: Mapping[str, Adapter] | None = None,
@@ -176,7 +178,7 @@ class LLM(AdapterMethods):
             llm.warm_up()
         return llm
 
-    def logits(self, token_ids: Any, adapter: str | None = None) -> jax.Array:
+    def logits(self, token_ids: ArrayLike | Sequence, adapter: str | None = None) -> jax.Array:
         """Token ids [B, S], or [S] of one sequence -> the logits of the next token at every
         position, [..., S, V]. `adapter` is as in `GenerationRequest`.
         """
@@ -188,7 +190,7 @@ class LLM(AdapterMethods):
             )
         self.check_token_ids(rows)
         batch = jnp.atleast_2d(jnp.asarray(rows, jnp.int32))
-        ids = self.adapters.ids([adapter] * batch.shape[0])
+        ids = jnp.asarray(self.adapters.ids([adapter] * batch.shape[0]))
         with self.programs.context():
             has_adapters = self.programs.build.adapters is not None
             logits = self.programs.forward(self.weights, batch, ids if has_adapters else None)
@@ -477,7 +479,7 @@ class LLM(AdapterMethods):
         return self.model.programs
 
     @property
-    def weights(self) -> Any:
+    def weights(self) -> Tree:
         """The weights in the layout of `programs.template`; see `InferenceModel`."""
         return self.model.weights
 
@@ -490,11 +492,3 @@ class LLM(AdapterMethods):
                 f"0 to {self.config.vocab_size - 1}"
             )
         check_positions(self.config, rows.shape[-1])
-
-
-def prompt_seed(seed: int, index: int) -> int:
-    """The seed of a prompt in a list. The first prompt uses the seed itself, as if it were
-    alone."""
-    if index == 0:
-        return seed
-    return derive_seed(fold_seed(seed), index)

@@ -3,7 +3,6 @@
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -19,6 +18,7 @@ from maxtext.checkpoint.weights import ModelWeights, ParamInfo
 from maxtext.common.errors import ConfigError
 from maxtext.common.files import read_json_object
 from maxtext.common.hub import find_folder, model_name
+from maxtext.common.types import Tree
 from maxtext.configs import provenance
 from maxtext.configs.load import peek_setting
 from maxtext.configs.merge import axis_rules
@@ -65,7 +65,7 @@ def resolve_config(
         if key in TRAINING_KEYS:
             raise ConfigError(f"{key} is for training and would do nothing here: leave it out")
 
-    def derived(key: str, value: Any, origin: str) -> Layer:
+    def derived(key: str, value: object, origin: str) -> Layer:
         if peek_setting(key, path, overrides, os.environ) is not None:
             return {}
         return {key: Setting(value, provenance.Source("derived", origin))}
@@ -115,7 +115,7 @@ def is_bfloat16(source: TensorSource, param_infos: Mapping[str, ParamInfo]) -> b
     return dtypes == {"bfloat16"}
 
 
-def random_weights(config: MaxTextConfig, template: Template, rules: AxisRules) -> Any:
+def random_weights(config: MaxTextConfig, template: Template, rules: AxisRules) -> Tree:
     """The initial weights of a model, quantized as the keys say."""
     if config.checkpoint_is_quantized:
         raise ConfigError(
@@ -136,7 +136,7 @@ def load_weights(
     rules: AxisRules,
     checkpoint: Checkpoint,
     progress: Progress | None,
-) -> tuple[Any, dict[str, np.dtype]]:
+) -> tuple[Tree, dict[str, np.dtype]]:
     """The weights of a checkpoint, and the dtypes that they have on disk."""
     param_infos = model_param_infos(template, config)
     source = checkpoint.weights(config, param_infos)
@@ -165,7 +165,7 @@ def read_adapters(config: MaxTextConfig, folders: Folders) -> dict[str, Adapter]
 
 def merge_model(
     base: ModelWeights, adapter: Adapter, config: MaxTextConfig, rules: AxisRules
-) -> tuple[MaxTextConfig, Template, Any]:
+) -> tuple[MaxTextConfig, Template, Tree]:
     """The configuration, the template and new weights of a model with an adapter merged into
     them."""
     merged = MergedTensors(base, adapter, config)

@@ -12,6 +12,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from maxtext.common.types import Json
 from maxtext.inference.validation import MAX_SHOWN, RequestError, shorten
 
 MAX_FIELDS = 1000
@@ -67,7 +68,9 @@ class JsonReader:
         except ValueError as error:  # of int()
             raise RequestError(f"{self.subject} has a number of too many digits") from error
         if isinstance(value, dict) and len(value) > MAX_FIELDS:
-            raise RequestError(f"{self.subject} has {len(value)} fields: {MAX_FIELDS} are the most")
+            raise RequestError(
+                f"{self.subject} has {len(value)} fields: at most {MAX_FIELDS} are allowed"
+            )
         self.check_depth(value)
         return value
 
@@ -86,11 +89,11 @@ class JsonReader:
         if num_containers + count_containers(data, start, len(data)) > MAX_CONTAINERS:
             raise RequestError(f"{self.subject} has more than {MAX_CONTAINERS} lists and objects")
 
-    def check_depth(self, value: Any) -> None:
+    def check_depth(self, value: object) -> None:
         """Raises RequestError for lists and objects nested more than `max_depth` levels deep."""
         if self.max_depth is None:
             return
-        level = [value] if type(value) in CONTAINERS else []
+        level: list[Any] = [value] if type(value) in CONTAINERS else []
         for _ in range(self.max_depth):
             items = [each.values() if type(each) is dict else each for each in level]
             level = [item for each in items for item in each if type(item) in CONTAINERS]
@@ -103,8 +106,8 @@ class JsonReader:
             return RequestError(f"{self.subject} is nested too deeply")
         return RequestError(f"{self.subject} is nested more than {self.max_depth} levels deep")
 
-    def unique_keys(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        fields: dict[str, Any] = {}
+    def unique_keys(self, pairs: list[tuple[str, object]]) -> Json:
+        fields: Json = {}
         for name, value in pairs:
             if name in fields:
                 raise RequestError(
@@ -117,7 +120,8 @@ class JsonReader:
     def parse_int(self, text: str) -> int:
         if self.max_digits is not None and len(text) > self.max_digits:
             raise RequestError(
-                f"{self.subject} has a number of {len(text)} digits: {self.max_digits} are the most"
+                f"{self.subject} has a number of {len(text)} digits: "
+                f"at most {self.max_digits} are allowed"
             )
         return int(text)
 
@@ -135,7 +139,7 @@ def count_containers(data: bytes, start: int, end: int) -> int:
     return data.count(b"[", start, end) + data.count(b"{", start, end)
 
 
-def check_surrogates(value: Any) -> None:
+def check_surrogates(value: object) -> None:
     """Raises UnicodeEncodeError if a text has half of a surrogate pair."""
     values = [value]
     while values:

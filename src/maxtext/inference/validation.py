@@ -27,7 +27,7 @@ class RequestError(UserError):
         self.code = code
 
 
-def shorten(value: Any) -> str:
+def shorten(value: object) -> str:
     """A value as JSON where it has one, cut to MAX_SHOWN characters. Of a large value, only the
     beginning is written.
     """
@@ -42,17 +42,17 @@ def shorten(value: Any) -> str:
     return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 1]}…"
 
 
-def check_number(name: str, value: Any) -> None:
+def check_number(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, Real):
         raise RequestError(f"{name} must be a number, not {shorten(value)}", name)
 
 
-def check_whole_number(name: str, value: Any) -> None:
+def check_whole_number(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise RequestError(f"{name} must be a whole number, not {shorten(value)}", name)
 
 
-def check_bool(name: str, value: Any) -> None:
+def check_bool(name: str, value: object) -> None:
     if not isinstance(value, bool):
         raise RequestError(f"{name} must be true or false, not {shorten(value)}", name)
 
@@ -75,35 +75,39 @@ def check_texts(name: str, value: Any, max_count: int, max_length: int) -> tuple
     if not is_list or not all(isinstance(text, str) and text for text in texts):
         raise RequestError(f"{name} must be a text or a list of texts, none of them empty", name)
     if len(texts) > max_count:
-        raise RequestError(f"{name} has {len(texts)} texts: {max_count} are the most", name)
+        raise RequestError(f"{name} has {len(texts)} texts: at most {max_count} are allowed", name)
     longest = max(map(len, texts), default=0)
     if longest > max_length:
         raise RequestError(
-            f"{name} has a text of {longest} characters: {max_length} are the most", name
+            f"{name} has a text of {longest} characters: at most {max_length} are allowed", name
         )
     return tuple(texts)
 
 
-def check_token_ids(name: str, value: Any, max_count: int | None = None) -> tuple[int, ...]:
+def check_token_ids(name: str, value: object, max_count: int | None = None) -> tuple[int, ...]:
     """A list of token ids as a tuple. Raises RequestError if there are too many."""
-    is_list = isinstance(value, list | tuple)
-    if is_list and max_count is not None and len(value) > max_count:
-        raise RequestError(f"{name} has {len(value)} tokens: {max_count} are the most", name)
-    if is_list and set(map(type, value)) <= {int} and min(value, default=0) >= 0:
-        return tuple(value)  # as of JSON, and fast
-    if not is_list or not all(map(is_id, value)):
-        raise RequestError(f"{name} must be a list of token ids, not {shorten(value)}", name)
-    return tuple(int(token) for token in value)
+    if isinstance(value, list | tuple):
+        if max_count is not None and len(value) > max_count:
+            raise RequestError(
+                f"{name} has {len(value)} tokens: at most {max_count} are allowed", name
+            )
+        if set(map(type, value)) <= {int} and min(value, default=0) >= 0:
+            return tuple(value)  # as of JSON, and fast
+        if all(map(is_id, value)):
+            return tuple(map(int, value))
+    raise RequestError(f"{name} must be a list of token ids, not {shorten(value)}", name)
 
 
-def check_logit_bias(name: str, value: Any, limit: float) -> dict[int, float]:
+def check_logit_bias(name: str, value: object, limit: float) -> dict[int, float]:
     """Biases by token id; JSON has the ids as texts."""
     if not isinstance(value, Mapping):
         raise RequestError(
             f'{name} must be an object such as {{"50256": -100}}, not {shorten(value)}', name
         )
     if len(value) > MAX_BIASES:
-        raise RequestError(f"{name} has {len(value)} tokens: {MAX_BIASES} are the most", name)
+        raise RequestError(
+            f"{name} has {len(value)} tokens: at most {MAX_BIASES} are allowed", name
+        )
     biases = {}
     for token, bias in value.items():
         is_text = isinstance(token, str) and token.isascii() and token.isdigit()
@@ -119,7 +123,7 @@ def check_logit_bias(name: str, value: Any, limit: float) -> dict[int, float]:
     return biases
 
 
-def is_id(value: Any) -> bool:
+def is_id(value: object) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 0
 
 

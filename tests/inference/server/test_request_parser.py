@@ -11,6 +11,7 @@ from maxtext.cli.batch import BatchLine
 from maxtext.inference.errors import EngineError
 from maxtext.inference.sampling.params import SamplingParams
 from maxtext.inference.server.errors import ApiError
+from maxtext.inference.server.messages import Message
 from maxtext.inference.server.model import ServedModel
 from maxtext.inference.server.protocol import (
     INERT_FIELDS,
@@ -63,7 +64,7 @@ def parser():
         encode=lambda text, specials=True: [1] * specials + list(text.encode()),
         # A character \x01 for each variable of the template.
         render_chat=lambda messages, variables, *how: (
-            "".join(message["content"] for message in messages) + "\x01" * len(variables)
+            "".join(message.content for message in messages) + "\x01" * len(variables)
         ),
         tokenizer=SimpleNamespace(
             decode=lambda ids: bytes(ids).decode(),
@@ -257,7 +258,9 @@ def test_parts_of_text_are_joined(parser):
 @pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
 def test_templates_see_reasoning_under_all_names(name):
     (message,) = parse_messages({"messages": [{"role": "assistant", "content": "a", name: "Hm"}]})
-    assert {message[each] for each in ("reasoning", "reasoning_content", "thinking")} == {"Hm"}
+    assert {message.to_json()[each] for each in ("reasoning", "reasoning_content", "thinking")} == {
+        "Hm"
+    }
 
 
 def test_too_long_names_both_numbers(parser):
@@ -359,7 +362,7 @@ def test_unknown_names(parser):
 def test_template_without_developers_gets_a_system_message(suffix, role):
     template = ChatTemplate("{% for m in messages %}{{ m.role }} {% endfor %}" + suffix, "a test")
     model = ServedModel(None, None, None, ["tiny"], chat_template=template)
-    messages = [{"role": name, "content": "x"} for name in ("developer", "user")]
+    messages = [Message.plain(name, "x") for name in ("developer", "user")]
     assert model.render_chat(messages, {}) == f"{role} user "
 
 
@@ -592,7 +595,7 @@ def test_required_call_with_a_response_format(parser):
 )
 def test_messages_of_the_model_without_text(message, text):
     (parsed,) = parse_messages({"messages": [{"role": "assistant", **message}]})
-    assert parsed["content"] == text
+    assert parsed.content == text
 
 
 def test_errors_become_statuses(caplog):

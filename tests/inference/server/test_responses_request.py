@@ -4,6 +4,7 @@ import pytest
 
 from maxtext.inference.server.messages import read_items
 from maxtext.inference.server.protocol import ChatRequest, JsonBody, ResponsesRequest
+from maxtext.inference.server.tools import ToolChoice
 from maxtext.inference.validation import RequestError
 
 
@@ -35,15 +36,20 @@ def test_conversation_of_items():
         },
         {"role": "user", "content": "Thanks"},
     ]
-    messages = read_items("You help.", items)
+    messages = [message.to_json() for message in read_items("You help.", items)]
     calls = [
         {"id": name, "type": "function", "function": {"name": "f", "arguments": arguments}}
-        for name, arguments in (("c1", '{"x": 1}'), ("c2", "{}"))
+        for name, arguments in (("c1", {"x": 1}), ("c2", {}))
     ]
     assert messages == [
         {"role": "system", "content": "You help.\n\nBe brief."},
         {"role": "user", "content": "Weather?"},
-        {"role": "assistant", "content": "", "reasoning_content": "Hm", "tool_calls": calls},
+        {
+            "role": "assistant",
+            "content": "",
+            **dict.fromkeys(("reasoning_content", "reasoning", "thinking"), "Hm"),
+            "tool_calls": calls,
+        },
         {"role": "tool", "tool_call_id": "c1", "content": "sunny"},
         {"role": "tool", "tool_call_id": "c2", "content": "wet"},
         {"role": "assistant", "content": "Both."},
@@ -78,7 +84,7 @@ def test_fields_of_a_chat():
     }
     expected = JsonBody(body).parse(ChatRequest)
     assert chat.constraint.text == expected.constraint.text
-    names = body.keys() - {"response_format"}
+    names = body.keys() - {"response_format", "tools", "tool_choice"}
     assert [getattr(chat, name) for name in names] == [getattr(expected, name) for name in names]
     assert chat.tool_options == expected.tool_options
 
@@ -87,13 +93,8 @@ def test_allowed_tools_and_constraints():
     tools = [{"type": "function", "name": "f"}]
     choice = {"type": "allowed_tools", "mode": "auto", "tools": tools}
     chat = parse({"tools": tools, "tool_choice": choice, "guided_regex": "a"}).to_chat()
-    assert chat.tool_choice == {
-        "type": "allowed_tools",
-        "allowed_tools": {
-            "mode": "auto",
-            "tools": [{"type": "function", "function": {"name": "f"}}],
-        },
-    }
+    assert chat.choice == ToolChoice("auto", allowed=frozenset({"f"}))
+    assert chat.tool_options.definitions == ({"type": "function", "function": {"name": "f"}},)
     assert chat.constraint.text == "a"
     with pytest.raises(RequestError) as caught:
         parse({"prompt_logprobs": 1})

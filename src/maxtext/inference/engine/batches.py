@@ -10,11 +10,11 @@ Shapes: N slots, R rows of a batch, C tokens of a row, T decode steps, V vocabul
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import jax
 import numpy as np
 
+from maxtext.common.trees import Array
 from maxtext.inference.engine import sequence, shapes
 from maxtext.inference.sampling.bad_words import fill_token_masks
 from maxtext.inference.sampling.grammar import ALL_TOKENS, INACTIVE, GrammarBatch
@@ -27,7 +27,7 @@ from maxtext.models.transformer import Caches
 MAX_DECODE_STEPS = 16  # tokens of a slot in one decode program
 STATIC_DECODE_STEPS = (4, MAX_DECODE_STEPS)  # where the number of steps is static
 MAX_BLOCKS = 2**31 - 1  # more than any pool has
-STATIC: Any = {"static": True}  # part of the compiled program, not an array
+STATIC = {"static": True}  # part of the compiled program, not an array
 
 
 @jax.tree_util.register_dataclass
@@ -35,17 +35,21 @@ STATIC: Any = {"static": True}  # part of the compiled program, not an array
 class PrefillBatch:
     """Tokens of prompts, to be written into slots."""
 
-    token_ids: Any  # [R, C]; with segments [1, C]
-    positions: Any  # like token_ids; -1 is padding, after the tokens
-    slots: Any  # [R]; N for a padding row
-    block_tables: Any  # [R, P]
-    is_complete: Any  # [R] bool, whether the prompt ends here, so that a token is sampled
+    token_ids: Array  # [R, C]; with segments [1, C]
+    positions: Array  # like token_ids; -1 is padding, after the tokens
+    slots: Array  # [R]; N for a padding row
+    block_tables: Array  # [R, P]
+    is_complete: Array  # [R] bool, whether the prompt ends here, so that a token is sampled
     params: BatchedSamplingParams
-    adapter_ids: Any = None  # [R], the adapter of each prompt; None: the model has no adapters
+    adapter_ids: Array | None = (
+        None  # [R], the adapter of each prompt; None: the model has no adapters
+    )
     grammar: GrammarBatch | None = None  # if a grammar constrains the token of some row
     # Where one row holds all R prompts: the prompt of each token, counted from 1; 0 is padding.
-    segments: Any = None
-    targets: Any = None  # like token_ids: the token after each, if a request wants its prompt's
+    segments: Array | None = None
+    targets: Array | None = (
+        None  # like token_ids: the token after each, if a request wants its prompt's
+    )
     num_prompt_logprobs: int = field(default=NONE, metadata=STATIC)
     from_start: bool = field(default=False, metadata=STATIC)  # no row has earlier tokens
     kv_len: int = field(default=0, metadata=STATIC)  # KV cache positions to read; 0: all
@@ -76,13 +80,13 @@ class ForkBatch:
     """Sequences with the prompt of another one, which has just been prefilled. They share its full
     blocks. If the last one is not full, each gets a copy of it."""
 
-    rows: Any  # [N], the row of the prompt in the logits of its prefill
-    slots: Any  # [N], of the sequences; N is padding
-    positions: Any  # [N], of the tokens to sample
-    last_blocks: Any  # [N], the block with the last token of the prompt
-    own_blocks: Any  # [N], that of each sequence, or the same; out of bounds: padding
+    rows: Array  # [N], the row of the prompt in the logits of its prefill
+    slots: Array  # [N], of the sequences; N is padding
+    positions: Array  # [N], of the tokens to sample
+    last_blocks: Array  # [N], the block with the last token of the prompt
+    own_blocks: Array  # [N], that of each sequence, or the same; out of bounds: padding
     params: BatchedSamplingParams
-    adapter_ids: Any = None  # [N]; None: the model has no adapters
+    adapter_ids: Array | None = None  # [N]; None: the model has no adapters
     mode: SamplingMode = field(default=SamplingMode.GREEDY, metadata=STATIC)
     num_logprobs: int = field(default=NONE, metadata=STATIC)  # most likely tokens to return
 
@@ -92,11 +96,11 @@ class ForkBatch:
 class DecodeBatch:
     """Which slots to extend, and where their blocks are."""
 
-    block_tables: Any  # [N, P], or [R, P] with `slots`
-    finished_mask: Any  # [N] bool, slots whose sequence the host has finished
-    num_steps: Any  # int32
+    block_tables: Array  # [N, P], or [R, P] with `slots`
+    finished_mask: Array  # [N] bool, slots whose sequence the host has finished
+    num_steps: Array | np.int32  # int32
     # [R], the slots to extend; N is padding, and no other slot occurs twice. None: all slots.
-    slots: Any = None
+    slots: Array | None = None
     prefix_groups: PrefixGroups | None = None  # rows that share blocks, which are read once
     grammar: GrammarBatch | None = None
     static_steps: int = field(default=0, metadata=STATIC)  # instead of num_steps; 0: num_steps
@@ -353,10 +357,10 @@ NONFINITE_LOGITS = -2  # in place of a sampled token: the logits were NaN or inf
 class Sampled:
     """The output of a program: of prefill [R], of decode [T, B]."""
 
-    tokens: Any
+    tokens: jax.Array
     logprobs: Logprobs | None = None  # of the tokens, if a request wants them
     prompt_logprobs: Logprobs | None = None  # [R, C], of the token after each of the prompts
-    logits: Any = None  # [R, V] of a prefill from which others fork; not for the host
+    logits: jax.Array | None = None  # [R, V] of a prefill from which others fork; not for the host
 
 
 @jax.tree_util.register_dataclass
@@ -376,7 +380,7 @@ def start_slots(
 ) -> EngineState:
     """The state with a new token at its position in the slot of each row of a batch."""
 
-    def write(old: jax.Array, new: jax.Array) -> jax.Array:
+    def write(old: jax.Array, new: Array) -> jax.Array:
         return old.at[batch.slots].set(new, mode="drop")
 
     token_ids, positions, params = jax.tree.map(

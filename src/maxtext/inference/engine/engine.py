@@ -10,11 +10,11 @@ import time
 from collections import deque
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import jax
 
 from maxtext.adapters.serving import LoadedAdapter
+from maxtext.common.types import Tree
 from maxtext.inference.engine import shapes
 from maxtext.inference.engine.batches import (
     MAX_DECODE_STEPS,
@@ -70,7 +70,7 @@ class InferenceEngine:
     def __init__(
         self,
         programs: Programs,
-        weights: Any,
+        weights: Tree,
         slots: int,
         length: int,
         timed: bool = True,
@@ -113,7 +113,7 @@ class InferenceEngine:
         self.num_prefilled = 0  # tokens
 
     @property
-    def weights(self) -> Any:
+    def weights(self) -> Tree:
         return self.executor.weights
 
     @property

@@ -6,11 +6,12 @@ Requests that compile the programs which later requests need.
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import TypeVar
 
 import jax
 import numpy as np
 
+from maxtext.common.types import Tree
 from maxtext.configs.types import MaxTextConfig
 from maxtext.inference.engine import shapes
 from maxtext.inference.engine.batches import (
@@ -23,7 +24,8 @@ from maxtext.inference.engine.batches import (
     Sampled,
 )
 from maxtext.inference.engine.model_runner import select_caches
-from maxtext.inference.engine.programs import Programs
+from maxtext.inference.engine.program_cache import ProgramCache
+from maxtext.inference.engine.programs import Programs, StepResult
 from maxtext.inference.engine.sequence import Sequence
 from maxtext.inference.requests import GenerationRequest
 from maxtext.inference.sampling.params import SamplingParams
@@ -36,6 +38,7 @@ from maxtext.models.common import backend
 from maxtext.models.registry import layers
 from maxtext.models.transformer import Caches
 
+BATCH = TypeVar("BATCH", PrefillBatch, DecodeBatch)
 MIN_DECODE_ROWS = 64  # of a program for some of the slots: fewer would cost about as much
 
 
@@ -47,7 +50,7 @@ class Executor:
     device computes the next.
     """
 
-    def __init__(self, programs: Programs, weights: Any, cache_config: CacheConfig):
+    def __init__(self, programs: Programs, weights: Tree, cache_config: CacheConfig):
         self.programs = programs
         self.set_weights(weights)
         self.cache_config = cache_config
@@ -60,7 +63,7 @@ class Executor:
         # early, a GPU waits for the host before each step.
         self.few_programs = programs.build.platform != "cpu"
 
-    def set_weights(self, weights: Any) -> None:
+    def set_weights(self, weights: Tree) -> None:
         """Use these weights in all programs that are dispatched from now on."""
         self.weights = weights
         with self.programs.context():
@@ -82,7 +85,11 @@ class Executor:
     def decode(self, batch: DecodeBatch) -> Sampled:
         return self.run(self.programs.decode, batch)
 
-    def run(self, program: Any, batch: PrefillBatch | DecodeBatch) -> Sampled:
+    def run(
+        self,
+        program: "ProgramCache[[Tree, EngineState, BATCH, ProcessorState | None], StepResult]",
+        batch: BATCH,
+    ) -> Sampled:
         processors = self.processors if batch.has_processors else None
         weights = self.decode_weights if isinstance(batch, DecodeBatch) else self.weights
         with self.programs.context():
@@ -123,21 +130,21 @@ class Executor:
 
     # Copies of cache contents, for the prefix cache.
 
-    def read_slot(self, slot: int) -> Any:
+    def read_slot(self, slot: int) -> Tree:
         """A copy of the per-slot caches of a slot, on the device."""
         return self.programs.read_caches(self.state, np.int32(slot), False)
 
-    def write_slot(self, slot: int, data: Any) -> None:
+    def write_slot(self, slot: int, data: Tree) -> None:
         self.state = self.programs.write_caches(self.state, np.int32(slot), data, False)
 
-    def read_block(self, block: int) -> Any:
+    def read_block(self, block: int) -> Tree:
         """A copy of a block in all layers, in host memory."""
         return jax.device_get(self.programs.read_caches(self.state, np.int32(block), True))
 
-    def write_block(self, block: int, data: Any) -> None:
+    def write_block(self, block: int, data: Tree) -> None:
         self.state = self.programs.write_caches(self.state, np.int32(block), data, True)
 
-    def to_host(self, snapshot: Any) -> Any:
+    def to_host(self, snapshot: Tree) -> Tree:
         return jax.device_get(snapshot)
 
     def clear_block(self, block: int) -> None:
@@ -146,7 +153,7 @@ class Executor:
     def clear_slot(self, slot: int) -> None:
         self.write_slot(slot, self.zeros(paged=False))
 
-    def zeros(self, paged: bool) -> Any:
+    def zeros(self, paged: bool) -> Tree:
         caches = select_caches(self.state.caches, paged)
         return jax.tree.map(lambda x: np.zeros(x.shape[1:], x.dtype), caches)
 

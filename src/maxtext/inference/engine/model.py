@@ -4,7 +4,6 @@ build.
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from maxtext.adapters.modules import ModelModules
 from maxtext.adapters.serving import AdapterSlots, serving_weights
@@ -12,6 +11,7 @@ from maxtext.checkpoint.open import model_param_infos
 from maxtext.checkpoint.weights import ModelWeights, ParamInfo
 from maxtext.common.log import LOGGER
 from maxtext.common.trees import merge_dicts
+from maxtext.common.types import Tree
 from maxtext.configs.types import MaxTextConfig
 from maxtext.inference.engine.programs import Programs
 from maxtext.layers.context import BuildContext
@@ -45,7 +45,7 @@ class InferenceModel:
         rules: AxisRules,
         context: BuildContext,
         template: Template,
-        weights: Any,
+        weights: Tree,
         adapters: AdapterSlots | None = None,
     ):
         """`adapters` are those that `context` builds the model for."""
@@ -60,7 +60,7 @@ class InferenceModel:
         self.weights = pack_weights(self.programs.template, weights)
         self.log_implementations()
 
-    def with_adapters(self, weights: Any, param_infos: Mapping[str, ParamInfo]) -> Any:
+    def with_adapters(self, weights: Tree, param_infos: Mapping[str, ParamInfo]) -> Tree:
         """The weights with the parameters of the adapters that are loaded now."""
         if self.adapters is None:
             return weights
@@ -111,7 +111,7 @@ class InferenceModel:
         return gemv_unsupported_reason(self.build(decode_rows=1).template, self.config.dtype.value)
 
     @property
-    def checkpoint_weights(self) -> Any:
+    def checkpoint_weights(self) -> Tree:
         """The weights under the names that checkpoints have."""
         return unpack_weights(self.programs.template, self.weights)
 

@@ -6,11 +6,12 @@ slot, C new tokens of a row, V vocabulary. Position -1 is padding.
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from maxtext.common.trees import Array
+from maxtext.common.types import Tree
 from maxtext.configs.types import MaxTextConfig
 from maxtext.layers.adapters import AdapterInputs, use_adapter_inputs
 from maxtext.layers.cache import CacheConfig, PagedKVCache
@@ -43,11 +44,11 @@ class ModelRunner(ABC):
     @abstractmethod
     def prefill(
         self,
-        weights: Any,
+        weights: Tree,
         caches: Caches,
-        token_ids: jax.Array,
+        token_ids: Array,
         inputs: LayerInputs,
-        slots: jax.Array,
+        slots: Array,
     ) -> tuple[jax.Array, Caches, jax.Array]:
         """Logits [R, V] after the last token of each row of token_ids [R, C], the updated caches,
         and the hidden states [R, C, D]. A padding row has slot N. With segments, R sequences share
@@ -56,11 +57,11 @@ class ModelRunner(ABC):
 
     @abstractmethod
     def decode(
-        self, weights: Any, caches: Caches, token_ids: jax.Array, inputs: LayerInputs
+        self, weights: Tree, caches: Caches, token_ids: jax.Array, inputs: LayerInputs
     ) -> tuple[jax.Array, Caches]:
         """Logits [N, V] after token_ids [N, 1], one new token a slot, and the updated caches."""
 
-    def logits(self, weights: Any, hidden: jax.Array, adapter_ids: jax.Array | None) -> jax.Array:
+    def logits(self, weights: Tree, hidden: jax.Array, adapter_ids: jax.Array | None) -> jax.Array:
         """Hidden states [R, C, D] to logits [R, C, V]; adapter ids are [R] or [R, C]."""
         with use_adapter_inputs(AdapterInputs(adapter_ids)):
             return self.template.bind(weights).logits(hidden)
@@ -76,11 +77,11 @@ class CachedModelRunner(ModelRunner):
 
     def prefill(
         self,
-        weights: Any,
+        weights: Tree,
         caches: Caches,
-        token_ids: jax.Array,
+        token_ids: Array,
         inputs: LayerInputs,
-        slots: jax.Array,
+        slots: Array,
     ) -> tuple[jax.Array, Caches, jax.Array]:
         model = self.template.bind(weights)
         row_caches = [cache.rows(slots) for cache in caches]
@@ -96,7 +97,7 @@ class CachedModelRunner(ModelRunner):
             return model.logits(last_hidden[:, None])[:, 0], caches, hidden
 
     def decode(
-        self, weights: Any, caches: Caches, token_ids: jax.Array, inputs: LayerInputs
+        self, weights: Tree, caches: Caches, token_ids: jax.Array, inputs: LayerInputs
     ) -> tuple[jax.Array, Caches]:
         model = self.template.bind(weights)
         hidden, caches = model.step(token_ids, inputs, caches)
@@ -114,11 +115,11 @@ class RecomputingModelRunner(ModelRunner):
 
     def prefill(
         self,
-        weights: Any,
+        weights: Tree,
         caches: Caches,
-        token_ids: jax.Array,
+        token_ids: Array,
         inputs: LayerInputs,
-        slots: jax.Array,
+        slots: Array,
     ) -> tuple[jax.Array, Caches, jax.Array]:
         all_ids = caches[0]["ids"]
         # Padding is out of bounds, so it is not written.
@@ -131,7 +132,7 @@ class RecomputingModelRunner(ModelRunner):
         return logits, [{"ids": all_ids}], hidden
 
     def decode(
-        self, weights: Any, caches: Caches, token_ids: jax.Array, inputs: LayerInputs
+        self, weights: Tree, caches: Caches, token_ids: jax.Array, inputs: LayerInputs
     ) -> tuple[jax.Array, Caches]:
         slots = jnp.arange(token_ids.shape[0])
         logits, caches, _ = self.prefill(weights, caches, token_ids, inputs, slots)
@@ -139,7 +140,7 @@ class RecomputingModelRunner(ModelRunner):
 
     def last_logits(
         self,
-        weights: Any,
+        weights: Tree,
         token_ids: jax.Array,
         last: jax.Array,
         adapter_ids: jax.Array | None = None,
@@ -155,7 +156,7 @@ class RecomputingModelRunner(ModelRunner):
             return model.logits(last_hidden)[:, 0], hidden
 
 
-def is_paged(cache: Any) -> bool:
+def is_paged(cache: object) -> bool:
     """Whether the cache of a layer is a pool of blocks, and not per slot."""
     return isinstance(cache, PagedKVCache)
 

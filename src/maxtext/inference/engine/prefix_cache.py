@@ -21,7 +21,9 @@ import heapq
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
+
+from maxtext.common.types import Tree
 
 
 class BlockPool:
@@ -76,13 +78,13 @@ class BlockPool:
 class BlockStore(Protocol):
     """Copies between the KV cache on the device and host memory."""
 
-    def read_block(self, block: int) -> Any:
+    def read_block(self, block: int) -> Tree:
         """A copy of a block in all layers, in host memory."""
 
-    def write_block(self, block: int, data: Any) -> None:
+    def write_block(self, block: int, data: Tree) -> None:
         """Write what `read_block` returned into a block."""
 
-    def to_host(self, snapshot: Any) -> Any:
+    def to_host(self, snapshot: Tree) -> Tree:
         """A snapshot in host memory."""
 
 
@@ -92,7 +94,7 @@ class PrefixMatch:
 
     blocks: list[int]
     length: int
-    snapshot: Any | None
+    snapshot: Tree | None
     # The longest common prefix with a cached sequence. It is longer than `length` if the recurrent
     # state there was not saved.
     common_length: int = field(default=0, compare=False)
@@ -122,8 +124,8 @@ class Node:
         self.num_children_on_device = 0
         self.block: int | None = None
         self.in_host = False
-        self.data: Any = None
-        self.snapshot: Any | None = None
+        self.data: Tree = None
+        self.snapshot: Tree | None = None
         self.last_used = 0  # when its last reference was dropped
 
 
@@ -280,7 +282,7 @@ class PrefixCache:
         self,
         tokens: Sequence[int],
         blocks: Sequence[int],
-        snapshot: Any | None = None,
+        snapshot: Tree | None = None,
         namespace: Hashable = 0,
     ) -> None:
         """Cache blocks[i], which the caller references, as the block of tokens[i * block_size :

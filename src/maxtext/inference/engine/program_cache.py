@@ -9,12 +9,13 @@ import functools
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
-from typing import Any
+from typing import Any, Generic, ParamSpec, Protocol, TypeVar, cast
 
 import jax
 import numpy as np
 
 from maxtext.common.log import LOGGER
+from maxtext.common.types import Json
 
 MAX_PROGRAMS = 128  # of a function; one takes about 8 MiB on a CPU
 
@@ -30,7 +31,7 @@ class Compilation:
         self.running: tuple[str, float] | None = None  # description of the program, start
 
     @contextlib.contextmanager
-    def watch(self, batch: Any, *args: Any) -> Iterator[None]:
+    def watch(self, batch: "HasDescription", *args: object) -> Iterator[None]:
         """Around the first run of the program for a batch."""
         number, start = self.num_compiled + 1, time.monotonic()
         self.running = batch.description, start
@@ -45,7 +46,7 @@ class Compilation:
             LOGGER.info("compiled program %d in %.1f s", number, time.monotonic() - start)
 
     @property
-    def state(self) -> dict[str, Any] | None:
+    def state(self) -> Json | None:
         """The program, how long it has taken, and how many were compiled before it; None if none
         is compiled.
         """
@@ -57,13 +58,41 @@ class Compilation:
         return {"program": program, "seconds": seconds, "num_compiled": self.num_compiled}
 
 
-class ProgramCache:
+class HasDescription(Protocol):
+    """A batch that says what its program does."""
+
+    @property
+    def description(self) -> str: ...
+
+
+ARGS = ParamSpec("ARGS")
+RESULT_co = TypeVar("RESULT_co", covariant=True)
+
+
+class Program(Protocol[ARGS, RESULT_co]):
+    """What `jax.jit` returns for a function."""
+
+    def __call__(self, *args: ARGS.args, **kwargs: ARGS.kwargs) -> RESULT_co: ...
+
+    def eval_shape(self, *args: ARGS.args, **kwargs: ARGS.kwargs) -> RESULT_co: ...
+
+    def clear_cache(self) -> None: ...
+
+    def _cache_size(self) -> int: ...
+
+
+def jit(function: Callable[ARGS, RESULT_co], **options: Any) -> Program[ARGS, RESULT_co]:
+    """`jax.jit`, whose result has the types of the function."""
+    return cast("Program[ARGS, RESULT_co]", jax.jit(function, **options))
+
+
+class ProgramCache(Generic[ARGS, RESULT_co]):
     """A compiled function, with at most MAX_PROGRAMS programs."""
 
     def __init__(
         self,
-        jit: Callable[..., Any],
-        function: Callable[..., Any],
+        jit: Callable[..., Program[ARGS, RESULT_co]],
+        function: Callable[ARGS, RESULT_co],
         shaped_args: slice,
         watch: Callable[..., contextlib.AbstractContextManager[None]] | None = None,
         **options: Any,
@@ -76,22 +105,22 @@ class ProgramCache:
         self.shaped_args = shaped_args
         self.watch = watch
         self.options = options
-        self.programs: OrderedDict[Hashable, Any] = OrderedDict()
+        self.programs: OrderedDict[Hashable, Program[ARGS, RESULT_co]] = OrderedDict()
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: ARGS.args, **kwargs: ARGS.kwargs) -> RESULT_co:
         leaves, structure = jax.tree.flatten(args[self.shaped_args])
         key = structure, tuple(map(np.shape, leaves))
         program = self.programs.get(key)
         if program is not None:
             self.programs.move_to_end(key)
-            return program(*args)
+            return program(*args, **kwargs)
         # Programs of equal functions would share a cache, so each has a function of its own.
         program = self.programs[key] = self.jit(functools.partial(self.function), **self.options)
         while len(self.programs) > MAX_PROGRAMS:
             _, dropped = self.programs.popitem(last=False)
             dropped.clear_cache()
         with self.watch(*args[self.shaped_args]) if self.watch else contextlib.nullcontext():
-            return program(*args)
+            return program(*args, **kwargs)
 
     def _cache_size(self) -> int:
         """Compiled programs, as of `jax.jit`."""

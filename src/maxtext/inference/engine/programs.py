@@ -13,15 +13,16 @@ T decode steps, V vocabulary.
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from maxtext.common.trees import flatten_dict, unflatten_dict
+from maxtext.common.trees import Array, flatten_dict, unflatten_dict
 from maxtext.configs.types import MaxTextConfig
 from maxtext.inference.engine.batches import (
     MAX_DECODE_STEPS,
@@ -41,7 +42,7 @@ from maxtext.inference.engine.model_runner import (
     is_paged,
     select_caches,
 )
-from maxtext.inference.engine.program_cache import Compilation, ProgramCache
+from maxtext.inference.engine.program_cache import Compilation, Program, ProgramCache, jit
 from maxtext.inference.sampling.grammar import ALL_TOKENS, INACTIVE, mask_logits
 from maxtext.inference.sampling.logprobs import NONE, Logprobs, compute_logprobs, prompt_logprobs
 from maxtext.inference.sampling.params import SamplingMode
@@ -69,6 +70,9 @@ ADAPTER_OPTIONS = {
     "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT",
     "xla_gpu_dot_merger_threshold_mb": 0,
 }
+ARGS = ParamSpec("ARGS")
+RESULT = TypeVar("RESULT")
+StepResult = tuple[EngineState, ProcessorState | None, Sampled]  # what prefill and decode return
 BATCH = slice(2, None)  # the arguments of prefill and decode after the weights and the state
 
 
@@ -107,28 +111,33 @@ class Programs:
             yield
 
     @cached_property
-    def forward(self) -> Any:
+    def forward(self) -> Program[[Tree, jax.Array, jax.Array | None], jax.Array]:
         """weights, token ids [B, S], adapter ids [B] or None -> logits [B, S, V], without a
         cache."""
 
         def forward(
-            weights: Any, token_ids: jax.Array, adapter_ids: jax.Array | None = None
+            weights: Tree, token_ids: jax.Array, adapter_ids: jax.Array | None = None
         ) -> jax.Array:
             positions = jnp.broadcast_to(jnp.arange(token_ids.shape[1]), token_ids.shape)
             inputs = LayerInputs(positions, adapter_ids=adapter_ids)
             return self.template.bind(weights).run_logits(token_ids, inputs)
 
-        return jax.jit(forward)
+        return jit(forward)
 
     @cached_property
-    def target_logprobs(self) -> Any:
+    def target_logprobs(
+        self,
+    ) -> Program[
+        [Tree, jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | None],
+        tuple[Logprobs, jax.Array],
+    ]:
         """weights, token ids [B, S], the token after each [B, S], lengths [B], K choices of the
         token after the last [B, K], adapter ids [B] or None -> `Logprobs` [B, S] of the tokens
         after each, with the most likely one, and the log-probabilities [B, K] of the choices;
         without a cache. Logits exist for a few tokens at a time."""
 
         def target_logprobs(
-            weights: Any,
+            weights: Tree,
             token_ids: jax.Array,
             targets: jax.Array,
             lengths: jax.Array,
@@ -145,28 +154,30 @@ class Programs:
             choices = jnp.take_along_axis(jax.nn.log_softmax(logits), last_targets, axis=-1)
             return logprobs, choices
 
-        return jax.jit(target_logprobs)
+        return jit(target_logprobs)
 
-    def jit(self, function: Any, **options: Any) -> Any:
+    def jit(self, function: Callable[ARGS, RESULT], **options: Any) -> Program[ARGS, RESULT]:
         """`jax.jit` of a function that returns states. On one device their sharding is stated:
         new states and those that programs return would differ in how they express it, and the
         first program of an engine would be compiled again for its second run.
         """
         sharding = self.rules.replicated() if self.rules.mesh.size == 1 else None
-        return jax.jit(function, out_shardings=sharding, **options)
+        return jit(function, out_shardings=sharding, **options)
 
     @cached_property
-    def init_state(self) -> Any:
+    def init_state(self) -> Program[[CacheConfig], EngineState]:
         return self.jit(self.run_init_state, static_argnums=0)
 
     @cached_property
-    def prefill(self) -> Any:
+    def prefill(
+        self,
+    ) -> ProgramCache[[Tree, EngineState, PrefillBatch, ProcessorState | None], StepResult]:
         return ProgramCache(
             self.jit, self.run_prefill, BATCH, self.compilation.watch, donate_argnums=(1, 3)
         )
 
     @cached_property
-    def fork(self) -> Any:
+    def fork(self) -> Program[[EngineState, jax.Array, ForkBatch], tuple[EngineState, Sampled]]:
         return self.jit(self.run_fork, donate_argnums=0)
 
     def decode_weights(self, weights: Tree) -> Tree:
@@ -188,7 +199,7 @@ class Programs:
         return {path: str(path) for path in paths}
 
     @cached_property
-    def changed_decode_weights(self) -> Any:
+    def changed_decode_weights(self) -> Program[[Tree], dict[str, jax.Array]]:
         """weights -> the `decode_weights` that are not among them, by their path."""
 
         def changed_decode_weights(weights: Tree) -> dict[str, jax.Array]:
@@ -202,10 +213,12 @@ class Programs:
             }
             return {str(p): w for p, w in converted.items() if w is not sources.get(p)}
 
-        return jax.jit(changed_decode_weights)
+        return jit(changed_decode_weights)
 
     @cached_property
-    def decode(self) -> Any:
+    def decode(
+        self,
+    ) -> ProgramCache[[Tree, EngineState, DecodeBatch, ProcessorState | None], StepResult]:
         has_adapters = self.build.adapters is not None or self.config.lora_rank > 0
         options = ADAPTER_OPTIONS if has_adapters and self.build.platform == "gpu" else None
         return ProgramCache(
@@ -228,28 +241,32 @@ class Programs:
         return len(self.prefill.programs) + len(self.decode.programs)
 
     @cached_property
-    def init_processors(self) -> Any:
+    def init_processors(self) -> Program[[int, int], ProcessorState]:
         return self.jit(ProcessorState.zeros, static_argnums=(0, 1))
 
     @cached_property
-    def set_processors(self) -> Any:
+    def set_processors(
+        self,
+    ) -> Program[[ProcessorState, np.int32, ProcessorState], ProcessorState]:
         """The state of the processors with another row in a slot."""
         return self.jit(ProcessorState.set_rows, donate_argnums=0)
 
     @cached_property
-    def read_caches(self) -> Any:
+    def read_caches(self) -> Program[[EngineState, np.int32, bool], Tree]:
         """A copy of one block of the paged caches, or of one slot of the other caches."""
 
-        def read_caches(state: EngineState, index: jax.Array, paged: bool) -> Any:
+        def read_caches(state: EngineState, index: np.int32, paged: bool) -> Tree:
             return jax.tree.map(lambda x: x[index], select_caches(state.caches, paged))
 
-        return jax.jit(read_caches, static_argnums=2)
+        return jit(read_caches, static_argnums=2)
 
     @cached_property
-    def write_caches(self) -> Any:
+    def write_caches(self) -> Program[[EngineState, np.int32, Tree, bool], EngineState]:
         """The state with such a copy written to a block or slot."""
 
-        def write_caches(state: EngineState, index: jax.Array, data: Any, paged: bool) -> Any:
+        def write_caches(
+            state: EngineState, index: np.int32, data: Tree, paged: bool
+        ) -> EngineState:
             selected = select_caches(state.caches, paged)
             written = iter(jax.tree.map(lambda x, y: x.at[index].set(y), selected, data))
             caches = [
@@ -270,21 +287,22 @@ class Programs:
 
     def run_prefill(
         self,
-        weights: Any,
+        weights: Tree,
         state: EngineState,
         batch: PrefillBatch,
         processors: ProcessorState | None = None,
-    ) -> tuple[EngineState, ProcessorState | None, Sampled]:
+    ) -> StepResult:
         """The states with the tokens of the batch in them, and the first token [R] of the prompts
         that are complete.
         """
         # A shared row has one segment more than prompts: the padding after them.
         max_segments = 0 if batch.segments is None else batch.slots.shape[0] + 1
+        positions = jnp.asarray(batch.positions)
         inputs = LayerInputs(
-            batch.positions,
-            batch.segments,
+            positions,
+            None if batch.segments is None else jnp.asarray(batch.segments),
             is_first_chunk=batch.from_start,
-            block_table=batch.block_tables,
+            block_table=jnp.asarray(batch.block_tables),
             max_kv_len=batch.kv_len,
             max_segments=max_segments,
             adapter_ids=token_adapters(batch),
@@ -292,7 +310,7 @@ class Programs:
         logits, caches, hidden = self.runner.prefill(
             weights, state.caches, batch.token_ids, inputs, batch.slots
         )
-        next_positions = at_last_token(batch.positions, inputs) + 1
+        next_positions = at_last_token(positions, inputs) + 1
         rows = None if processors is None else processors.rows(batch.slots)
         sampled, active = sample_next(
             logits,
@@ -312,7 +330,7 @@ class Programs:
         if batch.targets is not None:
             scores = prompt_logprobs(
                 hidden,
-                batch.targets,
+                jnp.asarray(batch.targets),
                 inputs.adapter_ids,
                 functools.partial(self.runner.logits, weights),
                 batch.num_prompt_logprobs,
@@ -349,11 +367,11 @@ class Programs:
 
     def run_decode(
         self,
-        weights: Any,
+        weights: Tree,
         state: EngineState,
         batch: DecodeBatch,
         processors: ProcessorState | None = None,
-    ) -> tuple[EngineState, ProcessorState | None, Sampled]:
+    ) -> StepResult:
         """The states after `num_steps` more tokens, and the tokens [T, N], or [T, R] if the batch
         selects R slots. `weights` are `decode_weights`.
         """
@@ -417,7 +435,7 @@ class Programs:
 
     def decode_one_token(
         self,
-        weights: Any,
+        weights: Tree,
         state: EngineState,
         batch: DecodeBatch,
         step: jax.Array,
@@ -426,7 +444,7 @@ class Programs:
         """The state after one more token of each active slot, in a step of a program."""
         inputs = LayerInputs(
             state.positions[:, None],
-            block_table=batch.block_tables,
+            block_table=jnp.asarray(batch.block_tables),
             prefix_groups=batch.prefix_groups,
             contiguous=batch.contiguous,
             max_kv_len=batch.kv_len,
@@ -457,22 +475,22 @@ class Programs:
 def token_adapters(batch: PrefillBatch) -> jax.Array | None:
     """The adapter of each row [R]; if the prompts share one row, of each token [1, C]."""
     if batch.adapter_ids is None or batch.segments is None:
-        return batch.adapter_ids
+        return None if batch.adapter_ids is None else jnp.asarray(batch.adapter_ids)
     padding = jnp.zeros(1, jnp.int32)
     return jnp.concatenate([padding, batch.adapter_ids])[batch.segments]
 
 
 def sample_next(
     logits: jax.Array,
-    positions: jax.Array,
+    positions: Array,
     params: BatchedSamplingParams,
     *,
     mode: SamplingMode,
     num_logprobs: int,
     logprobs_temperature: float,
-    active: jax.Array,
+    active: Array,
     processors: ProcessorState | None = None,
-    mask: jax.Array | None = None,
+    mask: Array | None = None,
 ) -> tuple[Sampled, jax.Array]:
     """Sample from logits [B, V] the token at `positions` [B] of each active row. Returns the tokens
     with their log-probabilities, and which rows stay active. `processors` has the rows of the
@@ -493,4 +511,4 @@ def sample_next(
     tokens = jnp.where(active, jnp.where(finite, tokens, NONFINITE_LOGITS), NO_TOKEN)
     is_stop = jnp.any(tokens[:, None] == params.stop_ids, axis=-1)
     finished = is_stop | (positions >= params.last_position) | ~finite
-    return Sampled(tokens, logprobs), active & ~finished
+    return Sampled(tokens, logprobs), ~finished & active

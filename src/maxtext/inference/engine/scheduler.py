@@ -13,8 +13,8 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Hashable
-from typing import Any
 
+from maxtext.common.types import Tree
 from maxtext.inference.engine import shapes
 from maxtext.inference.engine.prefix_cache import PrefixCache
 from maxtext.inference.engine.sequence import Sequence
@@ -140,12 +140,12 @@ class Scheduler:
 
     # Admission.
 
-    def admit(self) -> list[tuple[Sequence, Any]]:
+    def admit(self) -> list[tuple[Sequence, Tree]]:
         """Give slots and blocks to waiting sequences, but for those whose first block another one
         prefills: afterwards they share it. Returns those that resume from a snapshot of the
         per-slot caches, with the snapshot.
         """
-        restored: list[tuple[Sequence, Any]] = []
+        restored: list[tuple[Sequence, Tree]] = []
         if self.waits_for_slots:
             return restored
         prefilling = {self.first_block(each) for each in self.running if self.adds_blocks(each)}

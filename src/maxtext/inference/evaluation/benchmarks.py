@@ -9,9 +9,10 @@ examples of `needle` depend on the tokenizer: its texts have a number of tokens.
 import datetime
 import json
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+
+from maxtext.common.types import Json
 
 NUM_SHOTS = 3
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -39,7 +40,7 @@ class Example:
     question: str
     target: str
     group: str  # of examples that are as difficult
-    schema: Mapping[str, Any] | None = None  # of a JSON answer
+    schema: Json | None = None  # of a JSON answer
 
 
 @dataclass(frozen=True)
@@ -209,14 +210,14 @@ def is_correct(text: str, example: Example) -> bool:
     return conforms(value, example.schema)
 
 
-def conforms(value: Any, schema: Mapping[str, Any]) -> bool:
+def conforms(value: object, schema: Json) -> bool:
     """Whether a JSON value is one of a schema, of the kinds in `make_json`."""
     if not isinstance(value, dict) or set(value) != set(schema["required"]):
         return False
     return all(conforms_to_kind(value[name], kind) for name, kind in schema["properties"].items())
 
 
-def conforms_to_kind(value: Any, kind: Mapping[str, Any]) -> bool:
+def conforms_to_kind(value: object, kind: Json) -> bool:
     if "enum" in kind:
         return value in kind["enum"]
     if kind["type"] == "boolean":

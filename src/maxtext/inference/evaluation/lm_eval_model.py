@@ -6,7 +6,7 @@ beginning-of-sequence token, and a context that is too long loses its beginning.
 """
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from typing import Any
 
@@ -18,16 +18,18 @@ from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_tex
 
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.common.log import LOGGER
+from maxtext.common.types import Json
 from maxtext.inference.evaluation.loglikelihood import (
     Loglikelihood,
     TokenSpan,
     compute_loglikelihoods,
 )
-from maxtext.inference.llm import LLM, prompt_seed
+from maxtext.inference.llm import LLM
 from maxtext.inference.requests import GenerationRequest
 from maxtext.inference.sampling.params import MAX_STOP_LENGTH, MAX_STOP_TEXTS, SamplingParams
+from maxtext.inference.sampling.sampler import prompt_seed
 from maxtext.inference.text.session import NO_TOKENIZER
-from maxtext.tokenizers import ChatTemplate, chat_template
+from maxtext.tokenizers import ChatTemplate, Tokenizer, chat_template
 
 DEFAULT_MAX_GEN_TOKS = 256  # as of lm-eval's `hf` model
 # Generation arguments that are fields of SamplingParams.
@@ -48,9 +50,9 @@ class MaxTextLM(TemplateLM):
         self,
         pretrained: LLM | str | os.PathLike,
         progress: Progress | None = None,
-        batch_size: Any = None,
-        max_batch_size: Any = None,
-        device: Any = None,
+        batch_size: object = None,
+        max_batch_size: object = None,
+        device: object = None,
         **keys: Any,
     ):
         """Batches and devices are those of the configuration: the arguments of lm-eval are ignored.
@@ -60,7 +62,7 @@ class MaxTextLM(TemplateLM):
         self.llm = pretrained if isinstance(pretrained, LLM) else LLM.load(pretrained, **keys)
         if self.llm.tokenizer is None:
             raise ConfigError(f"{NO_TOKENIZER}: name one with tokenizer_path=…")
-        self.tokenizer: Any = self.llm.tokenizer
+        self.tokenizer: Tokenizer = self.llm.tokenizer
         self.progress = progress
         self.num_truncated = 0  # requests whose context lost its beginning
         self.drops_system = False  # since the chat template refuses system messages
@@ -91,7 +93,7 @@ class MaxTextLM(TemplateLM):
         return str(self.tokenizer.name).replace("/", "__")
 
     def tok_encode(
-        self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
+        self, string: str, add_special_tokens: bool | None = None, **kwargs: object
     ) -> list[int]:
         """With the special tokens that start a text, unless the text has the first of them."""
         if add_special_tokens is None:
@@ -103,9 +105,9 @@ class MaxTextLM(TemplateLM):
 
     def _loglikelihood_tokens(
         self,
-        requests: Sequence[tuple[Any, list[int], list[int]]],
+        requests: Sequence[tuple[object, list[int], list[int]]],
         disable_tqdm: bool = False,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> list[tuple[float, bool]]:
         """(log-likelihood of the continuation, whether it is greedy) of (_, context ids,
         continuation ids).
@@ -185,9 +187,7 @@ class MaxTextLM(TemplateLM):
                 report(done, len(requests))
         return texts
 
-    def sampling_params(
-        self, arguments: Mapping[str, Any], index: int
-    ) -> tuple[SamplingParams, list[str]]:
+    def sampling_params(self, arguments: Json, index: int) -> tuple[SamplingParams, list[str]]:
         """The parameters of a task's generation arguments, and its stop strings. Greedy unless they
         say otherwise. Raises UserError for arguments that the engine does not have.
         """

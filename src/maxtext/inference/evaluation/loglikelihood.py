@@ -133,11 +133,11 @@ def run_program(llm: LLM, *arrays: np.ndarray) -> tuple[np.ndarray, np.ndarray, 
     [B, K].
     """
     programs = llm.programs
-    ids = llm.adapters.ids([None] * len(arrays[0]))
+    ids = jnp.asarray(llm.adapters.ids([None] * len(arrays[0])))
+    token_ids, targets, lengths, last = (jnp.asarray(array, jnp.int32) for array in arrays)
     with programs.context():
+        has_adapters = programs.build.adapters is not None
         logprobs, choices = programs.target_logprobs(
-            llm.weights,
-            *(jnp.asarray(array, jnp.int32) for array in arrays),
-            ids if programs.build.adapters is not None else None,
+            llm.weights, token_ids, targets, lengths, last, ids if has_adapters else None
         )
     return jax.device_get((logprobs.token, logprobs.top_ids[..., 0], choices))

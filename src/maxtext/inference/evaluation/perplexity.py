@@ -12,11 +12,11 @@ token at least window - stride tokens of context.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from maxtext.common.errors import ConfigError, UserError
+from maxtext.common.types import Json
 from maxtext.inference.evaluation.loglikelihood import (
     Progress,
     TokenSpan,
@@ -62,7 +62,7 @@ class Perplexity:
     tokens: int  # that were counted
     bytes: int  # of the texts, in UTF-8
 
-    def record(self) -> dict[str, Any]:
+    def record(self) -> Json:
         return {
             "nll_per_token": self.nll / self.tokens,
             "perplexity": float(np.exp(self.nll / self.tokens)),

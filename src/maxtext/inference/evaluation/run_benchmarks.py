@@ -1,9 +1,9 @@
 """Run the benchmarks of `benchmarks.py` on a model."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from maxtext.common.errors import ConfigError, UserError
+from maxtext.common.types import Json
 from maxtext.inference.evaluation.benchmarks import (
     BENCHMARKS,
     Example,
@@ -51,7 +51,7 @@ def run_benchmarks(
     samples: int,
     template: ChatTemplate | None,
     progress: Progress | None = None,
-) -> dict[str, dict[str, Any]]:
+) -> dict[str, Json]:
     """The scores of each benchmark, in total and by group. With `template`, a prompt is the message
     of a user. Raises UserError if a prompt does not fit into max_target_length.
     """
@@ -100,7 +100,7 @@ def make_request(
     return GenerationRequest(llm.tokenizer.encode_with_specials(text), params)
 
 
-def summarize(results: Sequence[tuple[str, bool]]) -> dict[str, Any]:
+def summarize(results: Sequence[tuple[str, bool]]) -> Json:
     groups: dict[str, list[bool]] = {}
     for group, is_right in results:
         groups.setdefault(group, []).append(is_right)
@@ -108,7 +108,7 @@ def summarize(results: Sequence[tuple[str, bool]]) -> dict[str, Any]:
     return total | {"groups": {group: accuracy(values) for group, values in groups.items()}}
 
 
-def stdlib_perplexity(llm: LLM, progress: Progress | None) -> dict[str, Any]:
+def stdlib_perplexity(llm: LLM, progress: Progress | None) -> Json:
     windows = make_windows(llm.config.max_target_length, None, None)
     texts = read_texts(open_texts(STDLIB_FILES))
 
@@ -119,7 +119,7 @@ def stdlib_perplexity(llm: LLM, progress: Progress | None) -> dict[str, Any]:
     return compute_perplexity(llm, texts, windows, report).record()
 
 
-def score_rows(results: dict[str, dict[str, Any]]) -> list[tuple[str, ...]]:
+def score_rows(results: dict[str, Json]) -> list[tuple[str, ...]]:
     """A table: the score of each benchmark."""
     rows: list[tuple[str, ...]] = [("benchmark", "metric", "score", "stderr", "samples")]
     for name, result in results.items():

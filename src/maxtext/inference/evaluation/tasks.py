@@ -14,7 +14,6 @@ import random
 import sys
 from collections.abc import Iterator, Sequence
 from importlib import metadata
-from typing import Any
 
 import jax
 import numpy as np
@@ -24,6 +23,7 @@ from lm_eval.tasks import TaskManager
 from maxtext.common import files
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.common.files import local_path
+from maxtext.common.types import Json
 from maxtext.configs.types import MaxTextConfig
 from maxtext.inference.evaluation.lm_eval_model import MaxTextLM
 
@@ -33,7 +33,7 @@ BOOTSTRAP_ITERS = 1000  # for standard errors that have no closed form
 REPORTED = ("results", "groups", "configs", "versions", "n-shot", "n-samples", "higher_is_better")
 
 
-def load_tasks(names: Sequence[str], include_path: str | None, num_fewshot: int | None) -> Any:
+def load_tasks(names: Sequence[str], include_path: str | None, num_fewshot: int | None) -> Json:
     """lm-eval's tasks and groups with their data, for `run_tasks`. Raises ConfigError if a name is
     unknown, UserError if a task cannot be loaded.
     """
@@ -74,9 +74,7 @@ def find_tasks(names: Sequence[str], include_path: str | None) -> tuple[TaskMana
     raise ConfigError(f"there is no task {unknown[0]!r}; {hint}")
 
 
-def run_tasks(
-    model: MaxTextLM, loaded: Any, limit: int | None, apply_chat_template: bool
-) -> dict[str, Any]:
+def run_tasks(model: MaxTextLM, loaded: Json, limit: int | None, apply_chat_template: bool) -> Json:
     """The scores of loaded tasks and groups with their standard errors, in lm-eval's form."""
     random.seed(RANDOM_SEED)
     np.random.seed(OTHER_SEED)
@@ -124,7 +122,7 @@ def first_line(error: Exception) -> str:
     return lines[0][:300] if lines else ""
 
 
-def score_rows(results: dict[str, Any]) -> list[tuple[str, ...]]:
+def score_rows(results: Json) -> list[tuple[str, ...]]:
     """A table: the scores of each task and group."""
     rows: list[tuple[str, ...]] = [("task", "metric", "score", "stderr", "samples")]
     for task, metrics in {**results["results"], **results.get("groups", {})}.items():
@@ -139,7 +137,7 @@ def score_rows(results: dict[str, Any]) -> list[tuple[str, ...]]:
     return rows
 
 
-def format_score(value: Any) -> str:
+def format_score(value: object) -> str:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return f"{value:.4f}" if is_number else ""
 
@@ -173,27 +171,25 @@ def environment() -> dict[str, str]:
     return versions | {"devices": devices}
 
 
-def model_settings(path: str, config: MaxTextConfig) -> dict[str, Any]:
+def model_settings(path: str, config: MaxTextConfig) -> Json:
     """The model and the keys that decide its scores."""
     values = {key: getattr(config, key) for key in SETTINGS}
     return {"model": path} | {key: getattr(value, "value", value) for key, value in values.items()}
 
 
-def build_report(
-    path: str, config: MaxTextConfig, scores: dict[str, Any], options: dict[str, Any]
-) -> dict[str, Any]:
+def build_report(path: str, config: MaxTextConfig, scores: Json, options: Json) -> Json:
     """The scores of the model at `path`, with the environment, settings and options."""
     settings = model_settings(path, config) | options
     return {**scores, "environment": environment(), "settings": settings}
 
 
-def write_report(path: str | os.PathLike, report: dict[str, Any]) -> None:
+def write_report(path: str | os.PathLike, report: Json) -> None:
     """Write a report as JSON, in which a number that is not finite is null."""
     text = json.dumps(to_json(report), indent=1, ensure_ascii=False, default=str)
     files.write_text(path, text + "\n")
 
 
-def to_json(value: Any) -> Any:
+def to_json(value: object) -> object:
     """Dicts, lists, texts, finite numbers and None; functions by their names."""
     if isinstance(value, dict):
         return {str(key): to_json(item) for key, item in value.items()}

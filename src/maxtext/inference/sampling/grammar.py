@@ -31,6 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxtext.common.extras import require
+from maxtext.common.trees import Array
 from maxtext.inference.errors import EngineError
 from maxtext.inference.sampling.structured_outputs import StructuredOutputs
 from maxtext.inference.validation import RequestError
@@ -262,11 +263,11 @@ ALL_TOKENS = 0xFFFFFFFF  # a word of a mask
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class GrammarBatch:
-    mask: Any  # [B, W] uint32, the tokens that may come first; all of them in other rows
-    constrained: Any  # [B] bool
-    speculative: Any  # [B] bool
-    token_ids: Any  # [B] int32, the newest token of a constrained row
-    positions: Any  # [B] int32, of that token
+    mask: Array  # [B, W] uint32, the tokens that may come first; all of them in other rows
+    constrained: Array  # [B] bool
+    speculative: Array  # [B] bool
+    token_ids: Array  # [B] int32, the newest token of a constrained row
+    positions: Array  # [B] int32, of that token
 
     def resume(self, token_ids: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Token ids and positions [B] of the slots, with those of constrained rows."""
@@ -284,7 +285,7 @@ class GrammarBatch:
         return jnp.where(self.constrained, INACTIVE, positions)
 
 
-def mask_logits(logits: jax.Array, mask: jax.Array) -> jax.Array:
+def mask_logits(logits: jax.Array, mask: Array) -> jax.Array:
     """Logits [B, V] with -inf for tokens whose bit in mask [B, W] is 0."""
     bits = (mask[:, :, None] >> jnp.arange(WORD_BITS, dtype=jnp.uint32)) & 1
     allowed = bits.reshape(mask.shape[0], -1)[:, : logits.shape[-1]] > 0

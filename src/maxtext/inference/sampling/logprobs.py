@@ -5,7 +5,6 @@ Shapes: V vocabulary, K most likely tokens, R rows of a prefill batch, C tokens 
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,10 +21,10 @@ TILE_TOKENS = 512  # of prompts, whose logits a program has at a time
 class Logprobs:
     """Of one token at each of some positions, [...], and of the most likely tokens there."""
 
-    token: Any  # [...] float32
-    top_ids: Any  # [..., K] int32, the most likely first
-    top: Any  # [..., K] float32
-    rank: Any  # [...] int32, of the token: how many tokens are at least as likely
+    token: jax.Array  # [...] float32
+    top_ids: jax.Array  # [..., K] int32, the most likely first
+    top: jax.Array  # [..., K] float32
+    rank: jax.Array  # [...] int32, of the token: how many tokens are at least as likely
 
     def column(self, index: int) -> "Logprobs":
         """Of positions [T, B]: those of one row, [T]."""

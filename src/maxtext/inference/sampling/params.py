@@ -145,7 +145,8 @@ class SamplingParams:
         words = check_texts("bad_words", self.bad_words, MAX_BAD_WORDS, MAX_STOP_LENGTH)
         if (size := sum(map(len, words))) > MAX_BAD_CHARACTERS:
             raise RequestError(
-                f"bad_words has {size} characters: {MAX_BAD_CHARACTERS} are the most", "bad_words"
+                f"bad_words has {size} characters: at most {MAX_BAD_CHARACTERS} are allowed",
+                "bad_words",
             )
         object.__setattr__(self, "bad_words", words)
         if self.allowed_token_ids is not None:

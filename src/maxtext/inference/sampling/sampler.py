@@ -15,13 +15,13 @@ N slots, B rows of a batch, V vocabulary.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from maxtext.common import hash_rng
+from maxtext.common.trees import Array
 from maxtext.inference.sampling.params import SamplingMode, SamplingParams
 
 MIN_TOP_P = float(np.finfo(np.float32).tiny)
@@ -39,18 +39,18 @@ def batch_mode(params: Iterable[SamplingParams]) -> SamplingMode:
 class BatchedSamplingParams:
     """The sampling parameters of B rows, as arrays."""
 
-    temperature: Any  # [B] float32
-    top_k: Any  # [B] int32
-    top_p: Any  # [B] float32
-    seed: Any  # [B] uint32
-    last_position: Any  # [B] int32, the position of the last token that may be sampled
-    stop_ids: Any  # [B, E] int32, padded with -1
-    min_p: Any  # [B] float32
-    presence_penalty: Any  # [B] float32
-    frequency_penalty: Any  # [B] float32
-    repetition_penalty: Any  # [B] float32
-    min_position: Any  # [B] int32, the position of the first token that may end the sequence
-    has_processors: Any  # [B] bool, whether the logits of the row are processed
+    temperature: Array  # [B] float32
+    top_k: Array  # [B] int32
+    top_p: Array  # [B] float32
+    seed: Array  # [B] uint32
+    last_position: Array  # [B] int32, the position of the last token that may be sampled
+    stop_ids: Array  # [B, E] int32, padded with -1
+    min_p: Array  # [B] float32
+    presence_penalty: Array  # [B] float32
+    frequency_penalty: Array  # [B] float32
+    repetition_penalty: Array  # [B] float32
+    min_position: Array  # [B] int32, the position of the first token that may end the sequence
+    has_processors: Array  # [B] bool, whether the logits of the row are processed
 
     @classmethod
     def from_params(
@@ -116,13 +116,21 @@ def derive_seed(*entropy: int) -> int:
     return int(np.random.SeedSequence(entropy).generate_state(1)[0])
 
 
-def token_keys(seeds: jax.Array, positions: jax.Array) -> jax.Array:
+def prompt_seed(seed: int, index: int) -> int:
+    """The seed of a prompt in a list. The first prompt uses the seed itself, as if it were
+    alone."""
+    if index == 0:
+        return seed
+    return derive_seed(fold_seed(seed), index)
+
+
+def token_keys(seeds: Array, positions: Array) -> jax.Array:
     """The random key of each row [B, 2], from its seed and the position of the token."""
 
     def token_key(seed: jax.Array, position: jax.Array) -> jax.Array:
         return hash_rng.fold_in(jnp.stack([seed, ~seed]), position)
 
-    return jax.vmap(token_key)(seeds, positions)
+    return jax.vmap(token_key)(jnp.asarray(seeds), jnp.asarray(positions))
 
 
 def sample(
@@ -168,9 +176,9 @@ IN_PROMPT, ENDS_SEQUENCE, EXCLUDED = 1, 2, 4  # flags of a token
 class ProcessorState:
     """The state of the logits processors for every token of the vocabulary."""
 
-    output_counts: Any  # [N, V] int32, occurrences in the completion
-    flags: Any  # [N, V] uint8
-    bias: Any  # [N, V] float32
+    output_counts: Array  # [N, V] int32, occurrences in the completion
+    flags: Array  # [N, V] uint8
+    bias: Array  # [N, V] float32
 
     @classmethod
     def zeros(cls, num_slots: int, vocab_size: int) -> "ProcessorState":
@@ -208,10 +216,10 @@ class ProcessorState:
             bias=bias,
         )
 
-    def rows(self, slots: jax.Array) -> "ProcessorState":
+    def rows(self, slots: Array) -> "ProcessorState":
         return jax.tree.map(lambda x: x[slots], self)
 
-    def set_rows(self, slots: Any, rows: "ProcessorState") -> "ProcessorState":
+    def set_rows(self, slots: Array | np.int32, rows: "ProcessorState") -> "ProcessorState":
         return jax.tree.map(lambda x, y: x.at[slots].set(y, mode="drop"), self, rows)
 
     def add_tokens(self, token_ids: jax.Array) -> "ProcessorState":
@@ -219,14 +227,15 @@ class ProcessorState:
         vocab_size = self.output_counts.shape[-1]
         index = jnp.where(token_ids >= 0, token_ids, vocab_size)  # out of bounds: not counted
         rows = jnp.arange(token_ids.shape[0])
-        return replace(self, output_counts=self.output_counts.at[rows, index].add(1, mode="drop"))
+        counts = jnp.asarray(self.output_counts)
+        return replace(self, output_counts=counts.at[rows, index].add(1, mode="drop"))
 
 
 def process_logits(
     logits: jax.Array,
     state: ProcessorState,
     params: BatchedSamplingParams,
-    positions: jax.Array,
+    positions: Array,
 ) -> jax.Array:
     """Logits [B, V] of the tokens at `positions` [B] -> processed logits in float32, as
     `SamplingParams` describes. `state` and `params` have the rows of the logits.

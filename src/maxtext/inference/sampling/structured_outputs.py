@@ -7,7 +7,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from decimal import Decimal
-from typing import Any
 
 from maxtext.inference.validation import RequestError, shorten
 
@@ -37,7 +36,7 @@ class StructuredOutputs:
     preamble: str = ""
 
     @classmethod
-    def parse(cls, value: Any) -> "StructuredOutputs":
+    def parse(cls, value: object) -> "StructuredOutputs":
         """{"json": schema}, {"regex": text}, {"choice": [text, ...]} or {"grammar": text}. A schema
         is an object, a JSON text, or true for any object, as is {"json_object": true}. null and
         false are the same as absent. Raises RequestError for anything else.
@@ -58,7 +57,7 @@ class StructuredOutputs:
         return cls.from_kind(kind, content, NAME, f"{NAME}.{kind}")
 
     @classmethod
-    def from_kind(cls, kind: str, content: Any, param: str, name: str) -> "StructuredOutputs":
+    def from_kind(cls, kind: str, content: object, param: str, name: str) -> "StructuredOutputs":
         """The constraint of one of KINDS. `name` is that of `content` in errors about `param`."""
         if kind == "json":
             return cls(kind, schema_text(content, param), param)
@@ -68,7 +67,7 @@ class StructuredOutputs:
                 raise RequestError(f"{name} must be a list of texts, none of them empty", param)
             if len(texts) > MAX_CHOICES:
                 raise RequestError(
-                    f"{name} has {len(texts)} texts: {MAX_CHOICES} are the most", param
+                    f"{name} has {len(texts)} texts: at most {MAX_CHOICES} are allowed", param
                 )
             return cls(kind, limited(json.dumps(list(texts)), param), param)
         if not isinstance(content, str) or not content:
@@ -78,29 +77,29 @@ class StructuredOutputs:
         return cls(kind, limited(content, param), param)
 
 
-def parse_response_format(value: Any, name: str = "response_format") -> StructuredOutputs | None:
+def parse_response_format(value: object, name: str = "response_format") -> StructuredOutputs | None:
     """The `response_format` of OpenAI's API: {"type": "text"}, {"type": "json_object"}, or
     {"type": "json_schema", "json_schema": {"schema": ...}}. `name` is that of the field in
     errors, text.format for a part of the field `text`. Raises RequestError for other values.
     """
     param = name.partition(".")[0]
-    kind = value.get("type") if isinstance(value, Mapping) else None
-    if kind == "text":
-        return None
-    if kind == "json_object":
-        return StructuredOutputs("json", schema_text(True, name), param)
-    if kind == "json_schema":
-        content = value.get("json_schema")
-        schema = content.get("schema") if isinstance(content, Mapping) else None
-        if schema is None:
+    match value:
+        case {"type": "text"}:
+            return None
+        case {"type": "json_object"}:
+            return StructuredOutputs("json", schema_text(True, name), param)
+        case {"type": "json_schema", "json_schema": {"schema": schema}} if schema is not None:
+            return StructuredOutputs("json", schema_text(schema, name), param)
+        case {"type": "json_schema"}:
             raise RequestError(f"{name}.json_schema.schema is missing", param)
-        return StructuredOutputs("json", schema_text(schema, name), param)
+        case {"type": kind} if kind:
+            value = kind
     raise RequestError(
-        f"{name}.type must be text, json_object or json_schema, not {shorten(kind or value)}", param
+        f"{name}.type must be text, json_object or json_schema, not {shorten(value)}", param
     )
 
 
-def schema_text(schema: Any, name: str) -> str:
+def schema_text(schema: object, name: str) -> str:
     """A schema as canonical JSON. `name` is that of the field in errors."""
     param = name.partition(".")[0]
     if schema is True:
@@ -122,7 +121,9 @@ def schema_text(schema: Any, name: str) -> str:
     check_count(text, '"pattern"', MAX_PATTERNS, "patterns", name)
     if sum(map(num_remainders, MULTIPLE_OF.findall(limited(text, name)))) > MAX_REMAINDERS:
         raise RequestError(
-            f"{name} has a multipleOf that is too large: {MAX_REMAINDERS} is the most", param
+            f"{name} has a multipleOf that is too large: at most "
+            f"{MAX_REMAINDERS} remainders are allowed",
+            param,
         )
     return text
 
@@ -137,14 +138,14 @@ def num_remainders(divisor: str) -> int:
 def check_count(text: str, mark: str, limit: int, what: str, name: str) -> None:
     """Raises RequestError if a text has more than `limit` marks, one for each of `what`."""
     if (count := text.count(mark)) > limit:
-        message = f"{name} has {count} {what}: {limit} are the most"
+        message = f"{name} has {count} {what}: at most {limit} are allowed"
         raise RequestError(message, name.partition(".")[0])
 
 
 def limited(text: str, name: str) -> str:
     if len(text) > MAX_CHARACTERS:
         raise RequestError(
-            f"{name} has {len(text)} characters: {MAX_CHARACTERS} are the most",
+            f"{name} has {len(text)} characters: at most {MAX_CHARACTERS} are allowed",
             name.partition(".")[0],
         )
     return text

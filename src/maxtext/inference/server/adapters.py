@@ -2,12 +2,13 @@
 
 import asyncio
 import re
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from maxtext.adapters.peft_folder import read_adapter
 from maxtext.adapters.spec import Adapter
 from maxtext.common.errors import UserError
+from maxtext.common.types import Json
 from maxtext.inference.server.errors import ApiError
 from maxtext.inference.server.model import ServedModel
 from maxtext.inference.server.protocol import LoadAdapterRequest, UnloadAdapterRequest
@@ -24,7 +25,7 @@ class AdapterUpdates:
         self.root = None if root is None else root.resolve()
         self.lock = asyncio.Lock()  # one update at a time
 
-    async def load(self, request: LoadAdapterRequest) -> dict[str, Any]:
+    async def load(self, request: LoadAdapterRequest) -> Json:
         """Load an adapter and return its model card."""
         self.check_allowed()
         name = request.lora_name
@@ -40,7 +41,7 @@ class AdapterUpdates:
             await self.update(lambda: self.model.llm.add_adapter(name, adapter))
         return self.model.card(name)
 
-    async def unload(self, request: UnloadAdapterRequest) -> dict[str, Any]:
+    async def unload(self, request: UnloadAdapterRequest) -> Json:
         self.check_allowed()
         name = request.lora_name
         if not name:
@@ -51,7 +52,7 @@ class AdapterUpdates:
             await self.update(lambda: self.model.llm.drop_adapter(name))
         return {"id": name, "object": "model", "deleted": True}
 
-    async def update(self, function: Any) -> None:
+    async def update(self, function: Callable[[], None]) -> None:
         """Call a function when the running requests have finished. An update that has begun goes on
         if the client leaves.
         """

@@ -8,13 +8,13 @@ A page of another origin shows in `Origin`. A page whose name server points its 
 import ipaddress
 import re
 from collections.abc import Sequence
-from typing import Any
 
 from starlette.datastructures import Headers
+from starlette.types import Scope
 
 from maxtext.inference.server.errors import ApiError
 from maxtext.inference.server.events import Receive, Send, error_response
-from maxtext.inference.server.middleware import AsgiApp, route_path
+from maxtext.inference.server.middleware import ASGIApp, route_path
 
 # A name, or an IPv6 address in brackets; and a port.
 NETLOC = re.compile(
@@ -31,11 +31,11 @@ class HostMiddleware:
     address, nor a name without a dot such as localhost, nor one of `allowed_hosts`.
     """
 
-    def __init__(self, app: AsgiApp, allowed_hosts: Sequence[str] = ()):
+    def __init__(self, app: ASGIApp, allowed_hosts: Sequence[str] = ()):
         self.app = app
         self.allowed_hosts = allowed_hosts
 
-    async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         is_open = scope["type"] != "http" or route_path(scope) in PROBE_PATHS
         host = "" if is_open else Headers(scope=scope).get("host", "")
         # HTTP/1.0 may have no Host; browsers send one.
@@ -57,13 +57,13 @@ class OriginMiddleware:
     """
 
     def __init__(
-        self, app: AsgiApp, allowed_origins: Sequence[str] = (), allowed_hosts: Sequence[str] = ()
+        self, app: ASGIApp, allowed_origins: Sequence[str] = (), allowed_hosts: Sequence[str] = ()
     ):
         self.app = app
         self.allowed_origins = allowed_origins
         self.allowed_hosts = [entry for entry in allowed_hosts if entry != ANY]
 
-    async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or self.allows(scope["method"], Headers(scope=scope)):
             await self.app(scope, receive, send)
             return

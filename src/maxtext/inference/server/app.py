@@ -8,21 +8,23 @@ import html
 import json
 import secrets
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib import metadata, resources
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import ParamSpec, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Match, Route
+from starlette.types import Scope
 
 from maxtext.common.errors import UserError
 from maxtext.common.log import LOGGER
+from maxtext.common.types import Json
 from maxtext.inference.errors import EngineError
 from maxtext.inference.server.adapters import AdapterUpdates
 from maxtext.inference.server.allowed_hosts import HostMiddleware, OriginMiddleware
@@ -70,7 +72,7 @@ class ChatPage:
     whether a key is needed, and the defaults of sampling.
     """
 
-    def __init__(self, server_info: Mapping[str, Any]):
+    def __init__(self, server_info: Json):
         folder = resources.files(__package__).joinpath("page")
         source = folder.joinpath(FILE).read_text(encoding="utf-8")
         for placeholder, name in PARTS.items():
@@ -110,6 +112,7 @@ MAX_LONG_QUEUE = 64  # long requests that wait
 NUM_GRAMMAR_THREADS = 16  # requests that wait for their grammars
 RETRY_SECONDS = 5.0
 RESULT = TypeVar("RESULT")
+ARGS = ParamSpec("ARGS")
 
 
 @dataclass(frozen=True)
@@ -134,7 +137,7 @@ class ServerOptions:
 class NamedRoute(Route):
     """Stores itself in the scope of a request, so that metrics are labelled by route."""
 
-    def matches(self, scope: Any) -> tuple[Match, Any]:
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
         match, child_scope = super().matches(scope)
         return match, {**child_scope, "route": self}
 
@@ -189,8 +192,9 @@ def build_app(model: ServedModel, options: ServerOptions) -> Starlette:
     return app
 
 
-def on_http_error(request: Request, error: Any) -> Response:
+def on_http_error(request: Request, error: Exception) -> Response:
     """Errors of the routing: unknown paths and methods."""
+    assert isinstance(error, HTTPException)
     path = request.scope["path"]
     message = f"{request.method} {path}: {str(error.detail).lower()}"
     kind = NOT_FOUND if error.status_code == 404 else "invalid_request_error"
@@ -207,7 +211,9 @@ class BoundedPool:
         self.lock = threading.Lock()
         self.num_pending = 0  # calls that wait or run
 
-    async def run(self, function: Callable[..., RESULT], *args: Any) -> RESULT:
+    async def run(
+        self, function: Callable[ARGS, RESULT], *args: ARGS.args, **kwargs: ARGS.kwargs
+    ) -> RESULT:
         """The result of a call in one of the threads. Raises EngineError if the queue is full. A
         call that has not begun is dropped if the task that waits for it is cancelled.
         """
@@ -216,11 +222,11 @@ class BoundedPool:
                 message = f"the queue is full: {self.num_pending} requests are being prepared"
                 raise EngineError(message, "preparation_queue_full", RETRY_SECONDS)
             self.num_pending += 1
-        future = self.executor.submit(function, *args)
+        future = self.executor.submit(function, *args, **kwargs)
         future.add_done_callback(self.on_done)
         return await asyncio.wrap_future(future)
 
-    def on_done(self, future: Future[Any]) -> None:
+    def on_done(self, future: Future[RESULT]) -> None:
         with self.lock:
             self.num_pending -= 1
 
@@ -241,6 +247,9 @@ class PreparationPools:
         return self.long if num_bytes > MAX_SHORT_BODY else self.short
 
 
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+
 class Endpoints:
     """Handlers of requests. Errors are exceptions, which `on_error` turns into responses."""
 
@@ -255,7 +264,7 @@ class Endpoints:
         self.ignored_fields: set[str] = set()  # that were logged
         self.pools = PreparationPools(model.engine.capacity)
 
-    def routes(self) -> list[tuple[str, str, Callable[..., Any]]]:
+    def routes(self) -> list[tuple[str, str, Endpoint]]:
         return [
             # The router tries them in this order.
             ("POST", "/v1/completions", self.complete),
@@ -431,7 +440,7 @@ class Endpoints:
         specials = self.model.tokenizer.special_tokens
         template = self.model.chat_template
         names = ("bos_token", "eos_token", "pad_token")
-        info: dict[str, Any] = {name: specials.get(name) for name in names}
+        info: Json = {name: specials.get(name) for name in names}
         return json_response({**info, "chat_template": template and template.source})
 
     async def read_body(self, request: Request) -> tuple[JsonBody, BoundedPool]:

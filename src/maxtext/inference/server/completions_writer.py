@@ -9,20 +9,19 @@ import time
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any
 
 from maxtext.common.trees import common_prefix_length
+from maxtext.common.types import Json
 from maxtext.inference.requests import Completion, CompletionDelta
 from maxtext.inference.sampling.grammar import FAILURE
 from maxtext.inference.sampling.logprobs import TokenLogprobs
 from maxtext.inference.server.errors import FINISH_REASONS, SERVER_ERROR, ApiError
 from maxtext.inference.server.events import DONE, ActiveRequest, encode_event, encode_json
-from maxtext.inference.server.messages import MessageBuilder
 from maxtext.inference.server.model import ServedModel, new_id
 from maxtext.inference.server.request_parser import ApiRequest
 from maxtext.inference.text.detokenizer import REPLACEMENT
+from maxtext.inference.text.parsers.message_parser import MessageDelta
 
-Json = dict[str, Any]
 MAX_CHARACTER_TOKENS = 8  # the most tokens of one character: it has four bytes at most
 MAX_SHORT_LOGPROBS = 1000  # tokens whose log-probabilities take a moment to write
 PromptLogprobs = Sequence[TokenLogprobs | None]
@@ -51,6 +50,46 @@ class Usage:
         if self.reasoning_tokens is not None:
             usage["completion_tokens_details"] = {"reasoning_tokens": self.reasoning_tokens}
         return usage
+
+
+class MessageBuilder:
+    """A message as the API has it, from its deltas."""
+
+    def __init__(self) -> None:
+        self.content = ""
+        self.reasoning = ""
+        self.calls: list[Json] = []
+
+    def add(self, delta: MessageDelta) -> Json:
+        """The delta of a chunk."""
+        if delta.reasoning:
+            self.reasoning += delta.reasoning
+            # Some clients read the first name, some the second.
+            return {"reasoning_content": delta.reasoning, "reasoning": delta.reasoning}
+        if delta.index is None:
+            self.content += delta.content
+            return {"content": delta.content}
+        if delta.name is None:
+            self.calls[delta.index]["function"]["arguments"] += delta.arguments
+            return {
+                "tool_calls": [{"index": delta.index, "function": {"arguments": delta.arguments}}]
+            }
+        function = {"name": delta.name, "arguments": delta.arguments}
+        call = {"id": f"call_{new_id()[:24]}", "type": "function", "function": function}
+        self.calls.append(call)
+        return {"tool_calls": [{"index": delta.index, **call, "function": dict(function)}]}
+
+    def message(self) -> Json:
+        message: Json = {
+            "role": "assistant",
+            "content": self.content,
+            "refusal": None,
+        }
+        if self.reasoning:
+            message |= {"reasoning_content": self.reasoning, "reasoning": self.reasoning}
+        if self.calls:
+            message |= {"content": self.content or None, "tool_calls": self.calls}
+        return message
 
 
 class ChoiceFormatter:

@@ -1,9 +1,8 @@
 """Errors as OpenAI's clients read them: a status, and {"error": {message, type, param, code}}."""
 
-from typing import Any
-
 from maxtext.common.errors import UserError
 from maxtext.common.log import LOGGER
+from maxtext.common.types import Json
 from maxtext.inference.errors import EngineError
 from maxtext.inference.validation import RequestError
 
@@ -46,7 +45,7 @@ class ApiError(Exception):
         self.code = code
         self.headers = headers or {}
 
-    def body(self) -> dict[str, Any]:
+    def body(self) -> Json:
         error = {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}
         return {"error": error}
 

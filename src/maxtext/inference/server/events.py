@@ -7,11 +7,12 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import aclosing
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from maxtext.inference.async_engine import AsyncEngine
 from maxtext.inference.requests import CompletionDelta
@@ -20,8 +21,6 @@ from maxtext.inference.server.metrics import ServerMetrics
 from maxtext.inference.text.session import PreparedRequest
 from maxtext.inference.text.streams import AsyncCompletionStream
 
-Receive = Callable[[], Awaitable[Any]]
-Send = Callable[[Any], Awaitable[None]]
 RESULT = TypeVar("RESULT")
 FIRST_EVENT_SECONDS = 1.0  # after which status and headers are sent without an event
 KEEP_ALIVE_SECONDS = 15.0  # without an event, after which a comment is sent
@@ -35,16 +34,16 @@ DONE = b"data: [DONE]\n\n"
 JSON_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
 
-def encode_json(content: Any) -> bytes:
+def encode_json(content: object) -> bytes:
     return JSON_ENCODER.encode(content).encode("utf-8", "replace")
 
 
-def encode_event(content: Any) -> bytes:
+def encode_event(content: object) -> bytes:
     return b"data: " + encode_json(content) + b"\n\n"
 
 
 def json_response(
-    content: Any, status: int = 200, headers: dict[str, str] | None = None
+    content: object, status: int = 200, headers: dict[str, str] | None = None
 ) -> Response:
     return Response(encode_json(content), status, headers, media_type="application/json")
 
@@ -58,7 +57,7 @@ async def wait_for_disconnect(receive: Receive) -> None:
         pass
 
 
-async def run_while_connected(receive: Receive, work: Coroutine[Any, Any, RESULT]) -> RESULT:
+async def run_while_connected(receive: Receive, work: Coroutine[None, None, RESULT]) -> RESULT:
     """The result of `work`, which is cancelled if the client leaves. The body must be read."""
     task = asyncio.create_task(work)
     watcher = asyncio.create_task(wait_for_disconnect(receive))
@@ -103,7 +102,7 @@ class EventStreamResponse(Response):
             raise error
         return self
 
-    async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with contextlib.suppress(ApiError):  # the client has left
             await run_while_connected(receive, self.send_events(send))
 

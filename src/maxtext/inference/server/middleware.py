@@ -6,22 +6,21 @@ has left.
 
 import asyncio
 import hmac
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 from urllib.parse import quote
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from maxtext.common.log import LOGGER
 from maxtext.inference.async_engine import AsyncEngine
 from maxtext.inference.server.errors import ApiError
-from maxtext.inference.server.events import Receive, Send, error_response
+from maxtext.inference.server.events import error_response
 from maxtext.inference.server.metrics import ServerMetrics
 from maxtext.inference.server.model import is_request_id, new_id
 
-AsgiApp = Callable[[Any, Receive, Send], Awaitable[None]]
 # Paths that need no key.
 OPEN_PATHS = {"/", "/health", "/ping", "/version", "/metrics"}
 MAX_PATH = 200  # characters of a path that the log shows
@@ -38,7 +37,7 @@ class RequestMiddleware:
 
     def __init__(
         self,
-        app: AsgiApp,
+        app: ASGIApp,
         engine: AsyncEngine,
         metrics: ServerMetrics,
         log_requests: bool = False,
@@ -54,7 +53,7 @@ class RequestMiddleware:
         # that streams and /health go on meanwhile.
         self.turn = asyncio.Semaphore(MAX_STARTS)
 
-    async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
@@ -67,13 +66,13 @@ class RequestMiddleware:
         status = 0
         has_rest = has_large_body(headers)
 
-        async def receive_body() -> Any:
+        async def receive_body() -> Message:
             nonlocal has_rest
             message = await receive()
             has_rest = has_rest and message.get("more_body", False)
             return message
 
-        async def send_with_id(message: Any) -> None:
+        async def send_with_id(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
@@ -134,12 +133,12 @@ class KeyMiddleware:
     the header x-api-key.
     """
 
-    def __init__(self, app: AsgiApp, keys: Sequence[str], protect_metrics: bool = False):
+    def __init__(self, app: ASGIApp, keys: Sequence[str], protect_metrics: bool = False):
         self.app = app
         self.keys = [key.encode() for key in keys]
         self.open_paths = OPEN_PATHS - ({"/metrics"} if protect_metrics else set())
 
-    async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         is_open = scope["type"] != "http" or route_path(scope) in self.open_paths
         if not is_open and not self.has_key(Headers(scope=scope)):
             error = ApiError(
@@ -163,7 +162,7 @@ class KeyMiddleware:
         return bool(given) and any(matches)
 
 
-def route_path(scope: Any) -> str:
+def route_path(scope: Scope) -> str:
     """The path that is routed: without the root path, where it has this prefix."""
     root = scope.get("root_path", "")
     path = scope["path"]

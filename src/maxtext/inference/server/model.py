@@ -3,15 +3,16 @@
 import random
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 from maxtext.common.files import read_json_object
+from maxtext.common.types import Json
 from maxtext.inference.async_engine import AsyncEngine
 from maxtext.inference.llm import LLM
 from maxtext.inference.server.errors import NOT_FOUND, ApiError
+from maxtext.inference.server.messages import Message
 from maxtext.inference.validation import RequestError, shorten
 from maxtext.tokenizers import ChatTemplate, Tokenizer
 from maxtext.tokenizers.chat import RESERVED_VARIABLES
@@ -31,8 +32,8 @@ class ServedModel:
     tokenizer: Tokenizer
     names: Sequence[str]
     chat_template: ChatTemplate | None = None
-    template_defaults: Mapping[str, Any] = field(default_factory=dict)
-    sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
+    template_defaults: Json = field(default_factory=dict)
+    sampling_defaults: Json = field(default_factory=dict)
     tool_parser: str = "none"  # of `tool_calls.PARSERS`, for tool_choice="auto"
     reasoning_parser: str = "none"  # of `reasoning.PARSERS`
     created: int = field(default_factory=lambda: int(time.time()))
@@ -42,7 +43,7 @@ class ServedModel:
         """Of prompt and completion together, in tokens."""
         return self.engine.engine.max_length
 
-    def find(self, name: Any, param: str = "model") -> tuple[str, str]:
+    def find(self, name: object, param: str = "model") -> tuple[str, str]:
         """(name in responses, adapter) of the `model` of a request; None is the first. Raises
         ApiError for an unknown one and RequestError for one that is no text, with the field
         `param`.
@@ -61,7 +62,7 @@ class ServedModel:
             code="model_not_found",
         )
 
-    def card(self, name: str) -> dict[str, Any]:
+    def card(self, name: str) -> Json:
         """A model as /v1/models describes it."""
         return {
             "id": name,
@@ -93,8 +94,8 @@ class ServedModel:
 
     def render_chat(
         self,
-        messages: Sequence[Mapping[str, Any]],
-        variables: Mapping[str, Any],
+        messages: Sequence[Message],
+        variables: Json,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
     ) -> str:
@@ -112,16 +113,15 @@ class ServedModel:
                 f"chat_template_kwargs may not set {names[0]}", "chat_template_kwargs"
             )
         variables = {**self.template_defaults, **variables}
-        if DEVELOPER not in template.source_for(
-            variables
-        ):  # most templates would leave the message out
+        if DEVELOPER not in template.source_for(variables):  # it would leave the message out
             messages = [
-                {**message, "role": "system"} if message["role"] == DEVELOPER else message
+                message._replace(role="system") if message.role == DEVELOPER else message
                 for message in messages
             ]
+        conversation = [message.to_json() for message in messages]
         if continue_final_message:
-            return template.render_open(messages, variables)
-        return template.render(messages, add_generation_prompt, variables)
+            return template.render_open(conversation, variables)
+        return template.render(conversation, add_generation_prompt, variables)
 
     @cached_property
     def special_ids(self) -> dict[str, int]:
@@ -157,7 +157,7 @@ class ServedModel:
         return text_bytes(self.tokenizer, token)
 
 
-def read_sampling_defaults(llm: LLM) -> dict[str, Any]:
+def read_sampling_defaults(llm: LLM) -> Json:
     """The sampling defaults in the model's generation_config.json."""
     for path in llm.origin[0]:
         if path.name == "generation_config.json":

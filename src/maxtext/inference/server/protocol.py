@@ -32,7 +32,10 @@ from maxtext.inference.server.fields import (
 from maxtext.inference.server.messages import MAX_DEPTH, Message, parse_messages, read_items
 from maxtext.inference.server.model import is_request_id
 from maxtext.inference.server.tools import (
+    Tool,
+    ToolChoice,
     ToolOptions,
+    parse_choice,
     parse_function_choice,
     parse_functions,
     parse_tools,
@@ -90,7 +93,7 @@ class ConversationFields(NamedBody):
     """The fields of a chat that its text depends on."""
 
     messages: Messages | None = None
-    tools: list[Any] = []
+    tools: list[object] = []
     tool_choice: Annotated[Any, Elsewhere(("none", "auto"))] = None
     parallel_tool_calls: Annotated[bool, Elsewhere((True,))] = True
     chat_template_kwargs: TemplateVariables = {}
@@ -100,7 +103,9 @@ class ConversationFields(NamedBody):
 
     @cached_property
     def tool_options(self) -> ToolOptions:
-        return parse_tools(self.tools, self.tool_choice, self.parallel_tool_calls)
+        tools = parse_tools(self.tools)
+        choice = parse_choice(self.tool_choice, tools)
+        return ToolOptions.from_choice(tools, choice, self.parallel_tool_calls)
 
     @property
     def adds_generation_prompt(self) -> bool:
@@ -149,6 +154,13 @@ class ChatRequest(ChoiceFields, ConversationFields):
 
 class ResponsesChat(ChatRequest):
     """The chat that a body of /v1/responses stands for, with the names there in errors."""
+
+    functions: list[Tool]
+    choice: ToolChoice
+
+    @cached_property
+    def tool_options(self) -> ToolOptions:
+        return ToolOptions.from_choice(self.functions, self.choice, self.parallel_tool_calls)
 
     @property
     def token_limit(self) -> tuple[str, int | None]:
@@ -255,12 +267,14 @@ class ResponsesRequest(GenerationFields):
             for name in (*names, "add_special_tokens", *SAMPLING_FIELDS)
             if name in self.model_fields_set
         }
+        messages = read_items(self.instructions, self.input)
+        functions = parse_functions([] if self.tools is None else self.tools)
         return ResponsesChat.model_construct(
             **common
             | {
-                "messages": parse_messages(read_items(self.instructions, self.input)),
-                "tools": parse_functions([] if self.tools is None else self.tools),
-                "tool_choice": parse_function_choice(self.tool_choice),
+                "messages": messages,
+                "functions": functions,
+                "choice": parse_function_choice(self.tool_choice, functions),
                 "max_completion_tokens": self.max_output_tokens,
                 "reasoning_effort": self.reasoning.get("effort") or "",
                 "structured_outputs": self.constraint,
@@ -305,7 +319,8 @@ class TokenizeRequest(ConversationFields):
     @cached_property
     def tool_options(self) -> ToolOptions:
         """As vLLM's endpoint: tools are rendered whatever would call them."""
-        return parse_tools(self.tools, "none", self.parallel_tool_calls)
+        tools = parse_tools(self.tools)
+        return ToolOptions.from_choice(tools, ToolChoice("none"), self.parallel_tool_calls)
 
     @model_validator(mode="after")
     def check_text(self) -> "TokenizeRequest":

@@ -4,12 +4,12 @@ import re
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from maxtext.common.errors import UserError
-from maxtext.inference.llm import prompt_seed
+from maxtext.common.types import Json
 from maxtext.inference.requests import GenerationRequest
 from maxtext.inference.sampling.params import MAX_N, SamplingParams
+from maxtext.inference.sampling.sampler import prompt_seed
 from maxtext.inference.sampling.structured_outputs import StructuredOutputs
 from maxtext.inference.server.fields import (
     UNSUPPORTED,
@@ -68,7 +68,7 @@ class ApiRequest:
     return_token_ids: bool = False
     shows_token_ids: bool = False  # instead of the texts of tokens in log-probabilities
     ignored_fields: tuple[str, ...] = ()  # names that mean nothing here
-    settings: dict[str, Any] = field(default_factory=dict)  # that the response repeats
+    settings: Json = field(default_factory=dict)  # that the response repeats
 
     @property
     def num_choices(self) -> int:
@@ -158,9 +158,9 @@ class RequestParser:
         logprobs = request.top_logprobs if request.logprobs else None
         fields = self.sampling_fields(request) | {"logprobs": logprobs}
         fields["prompt_logprobs"] = request.prompt_logprobs
-        if request.tools and not self.allows_tools:
-            raise RequestError("this server takes no tools", "tools", UNSUPPORTED)
         tools = request.tool_options
+        if tools.definitions and not self.allows_tools:
+            raise RequestError("this server takes no tools", "tools", UNSUPPORTED)
         text = self.chat_text(request)
         reasoning = self.reasoning(request, text)
         fields["structured_outputs"] = self.chat_constraint(tools, reasoning, request.constraint)
@@ -232,7 +232,7 @@ class RequestParser:
         except UserError as error:  # the template cannot be run
             raise RequestError(str(error)[:MAX_MESSAGE], "messages") from error
 
-    def check_num_sequences(self, num_prompts: int, n: Any) -> None:
+    def check_num_sequences(self, num_prompts: int, n: int) -> None:
         """Raises RequestError for several prompts that even an idle server cannot queue."""
         check_range("n", n, 1, MAX_N, whole=True)
         capacity = self.model.engine.capacity
@@ -244,7 +244,7 @@ class RequestParser:
                 "prompt",
             )
 
-    def sampling_fields(self, request: ChoiceFields) -> dict[str, Any]:
+    def sampling_fields(self, request: ChoiceFields) -> Json:
         """Fields of SamplingParams. Without a seed, every request has another one."""
         given = given_sampling(request) | {"structured_outputs": request.constraint}
         if "seed" in given:

@@ -3,7 +3,6 @@
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import Any
 
 from maxtext.inference.requests import Completion
 from maxtext.inference.server.completions_writer import Json, finish
@@ -160,7 +159,7 @@ class ResponsesWriter:
 
     def encode(self, kind: str, fields: Json) -> bytes:
         name = f"response.{kind}"
-        event: dict[str, Any] = {"type": name, "sequence_number": self.sequence_number, **fields}
+        event: Json = {"type": name, "sequence_number": self.sequence_number, **fields}
         self.sequence_number += 1
         return b"event: " + name.encode() + b"\ndata: " + encode_json(event) + b"\n\n"
 

@@ -7,9 +7,9 @@ the functions, so that the arguments always parse.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from maxtext.common.log import LOGGER
+from maxtext.common.types import Json
 from maxtext.inference.sampling.structured_outputs import StructuredOutputs, schema_text
 from maxtext.inference.text.parsers.message_parser import (
     MessageParser,
@@ -20,17 +20,54 @@ from maxtext.inference.text.parsers.tool_calls import build_tool_parser
 from maxtext.inference.validation import RequestError, shorten
 
 ANY_OBJECT = {"type": "object"}
+NAMES = ("name", "description", "parameters", "strict")  # of a function in /v1/responses
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A function that a request offers. `definition` is what the chat template is given."""
+
+    name: str
+    parameters: Json  # a JSON schema
+    definition: Json
+
+
+@dataclass(frozen=True)
+class ToolChoice:
+    """`mode` is none, auto, required, or named: the function of this name must be called. `allowed`
+    are the names of the functions that may be called; None: all of them.
+    """
+
+    mode: str
+    name: str = ""
+    allowed: frozenset[str] | None = None
 
 
 @dataclass(frozen=True)
 class ToolOptions:
     """The functions of a request. `choice` is none, auto, required or the name of a function."""
 
-    schemas: Mapping[str, Any] = field(default_factory=dict)  # of arguments, by name
+    schemas: Mapping[str, Json] = field(default_factory=dict)  # of arguments, by name
     choice: str = "none"
     is_named: bool = False
     parallel: bool = True  # a message may have several calls
-    definitions: tuple[Any, ...] = ()  # for the chat template
+    definitions: tuple[Json, ...] = ()  # for the chat template
+
+    @classmethod
+    def from_choice(
+        cls, tools: Sequence[Tool], choice: ToolChoice, parallel: bool
+    ) -> "ToolOptions":
+        if choice.allowed is not None:
+            tools = [tool for tool in tools if tool.name in choice.allowed]
+        is_named = choice.mode == "named"
+        mode = choice.mode if tools else "none"
+        return cls(
+            schemas={tool.name: tool.parameters for tool in tools},
+            choice=choice.name if is_named else mode,
+            is_named=is_named,
+            parallel=parallel,
+            definitions=tuple(tool.definition for tool in tools),
+        )
 
     @property
     def is_auto(self) -> bool:
@@ -63,7 +100,7 @@ class ToolOptions:
         return build_tool_parser(name, self.schemas)
 
 
-def call_schema(name: str, parameters: Any, pointer: str) -> dict[str, Any]:
+def call_schema(name: str, parameters: Json, pointer: str) -> Json:
     return {
         "type": "object",
         "properties": {"name": {"const": name}, "arguments": move_refs(parameters, pointer)},
@@ -72,112 +109,131 @@ def call_schema(name: str, parameters: Any, pointer: str) -> dict[str, Any]:
     }
 
 
-def move_refs(schema: Any, pointer: str) -> Any:
+def move_refs(schema: object, pointer: str) -> object:
     """A schema that is nested at `pointer` in another one: its references begin there."""
     if isinstance(schema, list):
         return [move_refs(item, pointer) for item in schema]
-    if not isinstance(schema, Mapping):
+    if not isinstance(schema, dict):
         return schema
     moved = {key: move_refs(value, pointer) for key, value in schema.items()}
-    if isinstance(moved.get("$ref"), str) and moved["$ref"].startswith("#"):
-        moved["$ref"] = pointer + moved["$ref"][1:]
+    match moved:
+        case {"$ref": str(ref)} if ref.startswith("#"):
+            moved["$ref"] = pointer + ref[1:]
     return moved
 
 
-def parse_tools(tools: Sequence[Any], choice: Any, parallel: bool) -> ToolOptions:
-    """The fields `tools`, `tool_choice` and `parallel_tool_calls`. Raises RequestError if they do
-    not fit.
-    """
-    schemas: dict[str, Any] = {}
-    for index, tool in enumerate(tools):
-        function = tool.get("function") if isinstance(tool, Mapping) else None
-        function = function if isinstance(function, Mapping) else {}
-        name = function.get("name")
-        if not isinstance(name, str) or not name or name in schemas:
+def parse_tools(values: Sequence[object]) -> list[Tool]:
+    """The field `tools` of a chat. Raises RequestError for the first that is wrong."""
+    tools: dict[str, Tool] = {}
+    for index, value in enumerate(values):
+        name, function = read_function(value)
+        if not isinstance(value, dict) or not isinstance(name, str) or not name or name in tools:
             raise RequestError(f"tools[{index}] must have a function with its own name", "tools")
-        if tool.get("type", "function") != "function":
-            raise RequestError(
-                f"tools[{index}].type must be function, not {shorten(tool['type'])}", "tools"
-            )
-        schemas[name] = function.get("parameters") or ANY_OBJECT
-        if not isinstance(schemas[name], Mapping):
+        if (kind := value.get("type", "function")) != "function":
+            message = f"tools[{index}].type must be function, not {shorten(kind)}"
+            raise RequestError(message, "tools")
+        parameters = function.get("parameters") or ANY_OBJECT
+        if not isinstance(parameters, dict):
             raise RequestError(
                 f"tools[{index}].function.parameters must be a JSON schema, an object", "tools"
             )
-    if choice is None:
-        choice = "auto" if schemas else "none"
-    definitions = tuple(tools)
-    if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
-        choice, allowed = parse_allowed_tools(choice.get("allowed_tools"), schemas)
-        definitions = tuple(tool for tool in tools if tool["function"]["name"] in allowed)
-        schemas = {name: schema for name, schema in schemas.items() if name in allowed}
-    if isinstance(choice, Mapping):
-        name = function_name(choice, schemas)
-        return ToolOptions(schemas, name, is_named=True, parallel=parallel, definitions=definitions)
-    if choice not in ("none", "auto", "required") or (choice == "required" and not schemas):
+        tools[name] = Tool(name, parameters, value)
+    return list(tools.values())
+
+
+def read_function(value: object) -> tuple[object, Json]:
+    """The name in {"type": "function", "function": {"name": ...}}, and the function; None and {} if
+    it has none.
+    """
+    match value:
+        case {"function": dict(function)}:
+            return function.get("name"), function
+    return None, {}
+
+
+def parse_choice(value: object, tools: Sequence[Tool]) -> ToolChoice:
+    """The field `tool_choice` of a chat. Raises RequestError if it does not fit the tools."""
+    match value:
+        case {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [*allowed]}}:
+            return allow(mode, [read_function(each)[0] for each in allowed], tools)
+        case {"type": "allowed_tools"}:
+            return allow(None, [], tools)
+        case dict():
+            return ToolChoice("named", check_name(read_function(value)[0], tools))
+    return parse_mode(value, tools)
+
+
+def parse_mode(value: object, tools: Sequence[Tool]) -> ToolChoice:
+    """A choice without names: none, auto or required; None: auto, if there are tools."""
+    if value is None:
+        return ToolChoice("auto" if tools else "none")
+    if value not in ("none", "auto", "required") or (value == "required" and not tools):
         raise RequestError(
             "tool_choice must be none, auto, required, a function of tools or allowed_tools, not "
-            f"{shorten(choice)}",
+            f"{shorten(value)}",
             "tool_choice",
         )
-    choice = choice if schemas else "none"
-    return ToolOptions(schemas, choice, parallel=parallel, definitions=definitions)
+    return ToolChoice(str(value))
 
 
-def parse_allowed_tools(value: Any, schemas: Mapping[str, Any]) -> tuple[str, set[str]]:
-    """The mode, auto or required, and the names of the functions that may be called."""
-    given = value if isinstance(value, Mapping) else {}
-    tools, mode = given.get("tools"), given.get("mode")
-    if mode not in ("auto", "required") or not isinstance(tools, list) or not tools:
+def allow(mode: object, names: Sequence[object], tools: Sequence[Tool]) -> ToolChoice:
+    if mode not in ("auto", "required") or not names:
         raise RequestError(
             "tool_choice.allowed_tools must have a mode, auto or required, and a list of tools",
             "tool_choice",
         )
-    return mode, {function_name(tool, schemas) for tool in tools}
+    return ToolChoice(str(mode), allowed=frozenset(check_name(name, tools) for name in names))
 
 
-def function_name(choice: Any, schemas: Mapping[str, Any]) -> str:
-    """The name in {"type": "function", "function": {"name": ...}}, which must be in `schemas`."""
-    function = choice.get("function") if isinstance(choice, Mapping) else None
-    name = function.get("name") if isinstance(function, Mapping) else None
-    if not isinstance(name, str) or name not in schemas:
+def check_name(name: object, tools: Sequence[Tool]) -> str:
+    """Raises RequestError for a name that no tool has."""
+    if not isinstance(name, str) or all(tool.name != name for tool in tools):
         raise RequestError(
             f"tool_choice names {shorten(name)}, which is not in tools", "tool_choice"
         )
     return name
 
 
-def parse_functions(tools: Any) -> list[dict[str, Any]]:
-    """The functions among `tools` of /v1/responses, as a chat has them; others are ignored."""
-    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
+def parse_functions(tools: object) -> list[Tool]:
+    """The functions among `tools` of /v1/responses; others are ignored."""
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise RequestError(f"tools must be a list of objects, not {shorten(tools)}", "tools")
     others = sorted(
         {str(tool.get("type"))[:40] for tool in tools if tool.get("type") != "function"}
     )
     if others:
         LOGGER.warning("ignoring tools of the types %s in /v1/responses", ", ".join(others))
-    names = ("name", "description", "parameters", "strict")
-    return [
-        {"type": "function", "function": {name: tool[name] for name in names if name in tool}}
-        for tool in tools
-        if tool.get("type") == "function"
-    ]
+    return parse_tools(
+        [
+            {"type": "function", "function": {name: tool[name] for name in NAMES if name in tool}}
+            for tool in tools
+            if tool.get("type") == "function"
+        ]
+    )
 
 
-def parse_function_choice(choice: Any) -> Any:
-    """The `tool_choice` of /v1/responses, as a chat has it."""
-    if isinstance(choice, Mapping) and choice.get("type") == "function":
-        return {"type": "function", "function": {"name": choice.get("name")}}
-    if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
-        tools = choice.get("tools")
-        allowed = list(map(parse_function_choice, tools)) if isinstance(tools, list) else tools
-        return {
-            "type": "allowed_tools",
-            "allowed_tools": {"mode": choice.get("mode"), "tools": allowed},
-        }
-    if isinstance(choice, Mapping):
-        kind = shorten(choice.get("type"))
-        raise RequestError(
-            f"tool_choice.type must be function or allowed_tools, not {kind}", "tool_choice"
-        )
-    return choice
+def parse_function_choice(value: object, tools: Sequence[Tool]) -> ToolChoice:
+    """The `tool_choice` of /v1/responses."""
+    match value:
+        case {"type": "allowed_tools", "mode": mode, "tools": [*allowed]}:
+            return allow(mode, [read_name(each) for each in allowed], tools)
+        case {"type": "allowed_tools"}:
+            return allow(None, [], tools)
+        case dict():
+            return ToolChoice("named", check_name(read_name(value), tools))
+    return parse_mode(value, tools)
+
+
+def read_name(value: object) -> object:
+    """The name in {"type": "function", "name": ...}; None if it has none."""
+    match value:
+        case {"type": "function", "name": name}:
+            return name
+        case {"type": "function" | "allowed_tools"}:
+            return None
+        case dict(fields):
+            kind = shorten(fields.get("type"))
+            raise RequestError(
+                f"tool_choice.type must be function or allowed_tools, not {kind}", "tool_choice"
+            )
+    return None

@@ -10,12 +10,21 @@ import queue
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any
+from enum import Enum
+from typing import Any, Final
 
 from maxtext.inference.errors import EngineError
 from maxtext.inference.requests import Completion, CompletionDelta
 
-END = object()  # the last item of a stream whose request was cancelled
+
+class StreamEnd(Enum):
+    """The last item of a stream whose request was cancelled."""
+
+    END = "end"
+
+
+END: Final = StreamEnd.END
+StreamItem = CompletionDelta | BaseException | StreamEnd
 
 
 class BaseStream(ABC):
@@ -42,7 +51,7 @@ class BaseStream(ABC):
         self.read_at = self.submitted_at = time.monotonic()
 
     @abstractmethod
-    def put(self, item: Any) -> None:
+    def put(self, item: StreamItem) -> None:
         """Append a delta, an exception or END. Runs in the thread of the consumer's loop, if the
         stream has one."""
 
@@ -65,7 +74,7 @@ class BaseStream(ABC):
         message = f"the request is not finished after {seconds:.0f} seconds"
         return EngineError(message, "request_timeout")
 
-    def receive(self, item: Any) -> CompletionDelta | None:
+    def receive(self, item: StreamItem) -> CompletionDelta | None:
         """The delta of an item; None at the end. Raises the error that ended the request."""
         if item is END:
             return None
@@ -83,9 +92,9 @@ class CompletionStream(BaseStream):
 
     def __init__(self, *args: Any):
         super().__init__(*args)
-        self.items: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.items: queue.SimpleQueue[StreamItem] = queue.SimpleQueue()
 
-    def put(self, item: Any) -> None:
+    def put(self, item: StreamItem) -> None:
         self.items.put(item)
 
     def __iter__(self) -> "CompletionStream":
@@ -105,7 +114,7 @@ class AsyncCompletionStream(BaseStream):
     def __init__(self, *args: Any):
         super().__init__(*args)
         self.loop = asyncio.get_running_loop()
-        self.items: asyncio.Queue[Any] = asyncio.Queue()
+        self.items: asyncio.Queue[StreamItem] = asyncio.Queue()
         self.timer: asyncio.TimerHandle | None = None
         if math.isfinite(self.deadline):
             seconds = max(self.deadline - time.monotonic(), 0.0)
@@ -115,7 +124,7 @@ class AsyncCompletionStream(BaseStream):
         self.put(self.timeout_error())
         self.cancel()
 
-    def put(self, item: Any) -> None:
+    def put(self, item: StreamItem) -> None:
         self.items.put_nowait(item)
         if self.timer is not None and not isinstance(item, CompletionDelta):
             self.timer.cancel()

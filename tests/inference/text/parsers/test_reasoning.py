@@ -6,7 +6,8 @@ import pytest
 
 from maxtext.inference.sampling.grammar import GrammarCompiler
 from maxtext.inference.sampling.structured_outputs import StructuredOutputs
-from maxtext.inference.server.messages import MessageBuilder, MessageFormat
+from maxtext.inference.server.completions_writer import MessageBuilder
+from maxtext.inference.server.messages import MessageFormat
 from maxtext.inference.server.tools import ToolOptions
 from maxtext.inference.text.parsers.message_parser import MessageParser
 from maxtext.inference.text.parsers.reasoning import Reasoning, find_reasoning_parser
@@ -18,7 +19,7 @@ HARMONY_CALL = '<|channel|>commentary to=functions.f <|constrain|>json<|message|
 TAGS = ("<think>", "</think>", "<|channel|>", "<|message|>", "<|end|>", "<|start|>")
 INSIDE = Reasoning("think", starts_inside=True)
 OVER = Reasoning("think", is_over=True)
-FREE, WANTED, HARMONY = Reasoning("think"), Reasoning("think", is_wanted=True), Reasoning("gpt_oss")
+FREE, WANTED, HARMONY = Reasoning("think"), Reasoning("think", is_wanted=True), Reasoning("harmony")
 
 
 def parse(message_format, text, size):
@@ -62,12 +63,12 @@ def test_calls_after_reasoning(size):
     message = parse(MessageFormat(tools, FREE, "hermes"), text, size)
     assert (message.reasoning, message.content) == ("maybe <tool_call>", "")
     assert [call["function"]["name"] for call in message.calls] == ["f"]
-    message = parse(MessageFormat(tools, HARMONY, "gpt_oss"), ANALYSIS + HARMONY_CALL, size)
+    message = parse(MessageFormat(tools, HARMONY, "harmony"), ANALYSIS + HARMONY_CALL, size)
     assert (message.reasoning, message.content) == ("Hm.", "")
     (call,) = message.calls
     assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == ("f", {"x": 1})
     broken = HARMONY_CALL.replace('"x"', "x")
-    message = parse(MessageFormat(tools, HARMONY, "gpt_oss"), broken, size)
+    message = parse(MessageFormat(tools, HARMONY, "harmony"), broken, size)
     assert (message.content, message.calls) == ("{x: 1}", [])
 
 
@@ -75,7 +76,7 @@ def test_calls_after_reasoning(size):
 @pytest.mark.parametrize(
     ("reasoning", "parser", "text"),
     [
-        (HARMONY, "gpt_oss", ANALYSIS + HARMONY_CALL + HARMONY_CALL.replace("1", "2")),
+        (HARMONY, "harmony", ANALYSIS + HARMONY_CALL + HARMONY_CALL.replace("1", "2")),
         (
             FREE,
             "hermes",
@@ -206,7 +207,7 @@ def test_count_of_reasoning_tokens(tokenizer, reasoning, text, count):
     ("template", "name"),
     [
         ("{{ '<think>\\n\\n</think>' }}", "think"),
-        ("<|start|>assistant<|channel|>final", "gpt_oss"),
+        ("<|start|>assistant<|channel|>final", "harmony"),
         ("{{ messages }}", "none"),
     ],
 )

@@ -185,7 +185,7 @@ def test_only_the_first_of_parallel_calls():
         ("{{ '[TOOL_CALLS]' }}", "mistral"),
         ("<|python_tag|>", "llama3_json"),
         ('{"name": function name, "parameters": dictionary}', "llama3_json"),
-        ("<|start|>assistant<|channel|>commentary <|call|>", "gpt_oss"),
+        ("<|start|>assistant<|channel|>commentary <|call|>", "harmony"),
         ("{{ messages }}", "none"),
     ],
 )

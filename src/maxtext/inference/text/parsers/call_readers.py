@@ -9,13 +9,13 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
+from maxtext.common.types import Json
 from maxtext.inference.text.parsers.json_scanner import JsonScanner
 from maxtext.inference.text.parsers.message_parser import MessageDelta, call_deltas, partial_length
 
-Schemas = Mapping[str, Any]  # of arguments, by the name of the function
-Call = tuple[str, Any]  # name, arguments
+Schemas = Mapping[str, Json]  # of arguments, by the name of the function
+Call = tuple[str, Json]  # name, arguments
 CALL_HEAD = re.compile(
     r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
 )
@@ -310,7 +310,7 @@ class XmlCallReader(CallReader):
 ReaderFactory = Callable[[int], CallReader]  # of the index of a call
 
 
-def decode_json(text: str) -> tuple[Any, int]:
+def decode_json(text: str) -> tuple[object, int]:
     """The JSON value at the beginning of a text, and its length; (None, 0) if there is none."""
     try:
         return JSON_DECODER.raw_decode(text)
@@ -323,7 +323,7 @@ def decode_call(text: str) -> tuple[Call | None, int]:
     return parse_call(value), size
 
 
-def parse_call(value: Any) -> Call | None:
+def parse_call(value: object) -> Call | None:
     """{"name": ..., "arguments": {...}}, or with `parameters` in place of arguments."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return None
@@ -333,7 +333,7 @@ def parse_call(value: Any) -> Call | None:
     return (value["name"], arguments) if isinstance(arguments, dict) else None
 
 
-def parse_value(text: str, schema: Any) -> Any:
+def parse_value(text: str, schema: object) -> object:
     kinds = schema.get("type") if isinstance(schema, Mapping) else None
     kinds = kinds if isinstance(kinds, list) else [kinds]
     if "string" in kinds:

@@ -9,7 +9,8 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+
+from maxtext.common.types import Json
 
 CALL_HEAD = re.compile(r'\{ ?"name" ?: ?("(?:[^"\\]|\\.)*") ?, ?"arguments" ?: ?(?=[^ ])')
 
@@ -114,7 +115,7 @@ class RequiredCallParser(MessageParser):
         return [*deltas, MessageDelta(index=0, arguments=ready)] if ready else deltas
 
 
-def call_deltas(index: int, name: str, arguments: Any) -> list[MessageDelta]:
+def call_deltas(index: int, name: str, arguments: str | Json) -> list[MessageDelta]:
     """A whole call: first its name, then its arguments."""
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     return [MessageDelta(index=index, name=name), MessageDelta(index=index, arguments=text)]

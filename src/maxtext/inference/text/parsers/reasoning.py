@@ -2,7 +2,7 @@
 
 `think`: <think>reasoning</think>answer, where the chat template may have written <think> already.
 `seed_oss`: the same with the tags <seed:think> and </seed:think>.
-`gpt_oss`: the channels of OpenAI's harmony format, <|channel|>analysis<|message|>reasoning<|end|>
+`harmony`: the channels of gpt-oss conversations, <|channel|>analysis<|message|>reasoning<|end|>
 <|start|>assistant<|channel|>final<|message|>answer, with calls in the channel commentary.
 """
 
@@ -31,7 +31,7 @@ RECIPIENT = re.compile(r"to=functions\.([^\s<]+)")
 # Special tokens that a parser must see in the text, by its name.
 PARSER_TAGS: dict[str, tuple[str, ...]] = {
     **THINK_TAGS,
-    "gpt_oss": HARMONY_TAGS,
+    "harmony": HARMONY_TAGS,
     "none": (),
 }
 PARSERS = tuple(PARSER_TAGS)
@@ -180,9 +180,9 @@ class Reasoning:
 
     def build_parser(self, calls: MessageParser, with_channel_calls: bool = False) -> MessageParser:
         """A new parser for one message: what is no reasoning is the text of `calls`.
-        `with_channel_calls`: calls in channels of gpt_oss are calls.
+        `with_channel_calls`: calls in harmony channels are calls.
         """
-        if self.parser == "gpt_oss":
+        if self.parser == "harmony":
             return ParserChain(HarmonyParser(with_channel_calls), calls)
         is_off = self.parser == "none" or self.is_over
         if is_off:
@@ -192,7 +192,7 @@ class Reasoning:
     @property
     def span(self) -> ReasoningSpan | None:
         """For stop strings, which act in the answer alone."""
-        if self.parser == "gpt_oss":
+        if self.parser == "harmony":
             return ReasoningSpan("", FINAL)
         if self.parser == "none" or self.is_over:
             return None
@@ -212,7 +212,7 @@ class Reasoning:
             is_special = len(ids) == 1 and ids[0] in tokenizer.special_ids
             return f"<[{ids[0]}]>" if is_special else f'"{text}"'
 
-        if self.parser == "gpt_oss":
+        if self.parser == "harmony":
             analysis = (
                 f'{tag(CHANNEL)} "analysis" {tag(MESSAGE)} /(.|\\n)*/ {tag(END)} '
                 f'{tag(START)} "assistant"'
@@ -239,7 +239,7 @@ class Reasoning:
         if self.span is None:
             return 0
         start_text, end_text = self.span.start, self.span.end
-        if self.parser == "gpt_oss":
+        if self.parser == "harmony":
             start_text, end_text = f"{CHANNEL}analysis{MESSAGE}", END
         ids = list(token_ids)
         first = 0
@@ -263,5 +263,5 @@ def find_sublist(ids: Sequence[int], wanted: Sequence[int]) -> int:
 def find_reasoning_parser(template: str) -> str:
     """The parser of a model's family, by the tags in its chat template."""
     if CHANNEL in template:
-        return "gpt_oss"
+        return "harmony"
     return next((name for name, (_, end) in THINK_TAGS.items() if end in template), "none")

@@ -239,7 +239,7 @@ PARSER_TAGS: dict[str, tuple[str, ...]] = {
     "glm45": (*HERMES_TAGS, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
     "minimax_m2": MINIMAX_TAGS,
     "seed_oss": SEED_TAGS,
-    "gpt_oss": (),  # the reasoning parser of this name reads calls
+    "harmony": (),  # the reasoning parser of this name reads calls
     "none": (),
 }
 PARSERS = tuple(PARSER_TAGS)
@@ -277,7 +277,7 @@ def build_tool_parser(name: str, schemas: Schemas) -> MessageParser:
 def find_tool_parser(template: str) -> str:
     """The parser of a model's family, by what its chat template has."""
     if "<|channel|>" in template and "<|call|>" in template:
-        return "gpt_oss"
+        return "harmony"
     if SEED_TAGS[0] in template:
         return "seed_oss"
     if MINIMAX_TAGS[0] in template:

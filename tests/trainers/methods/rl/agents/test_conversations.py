@@ -298,7 +298,7 @@ HARMONY = (
     [
         ("hermes", f"first {ADD}\n{ADD}", 2),
         ("llama3_json", '<|python_tag|>{"name": "add", "parameters": {"a": 2, "b": 3}}', 1),
-        ("gpt_oss", HARMONY, 1),
+        ("harmony", HARMONY, 1),
         ("mistral", '[TOOL_CALLS][{"name": "add", "arguments": {"a": 2, "b": 3}}]', 1),
     ],
 )

@@ -317,10 +317,10 @@ def parse_calls(
     if its header opened none.
     """
     if reasoning is None:
-        has_own = parser in ("gpt_oss", "seed_oss")
+        has_own = parser in ("harmony", "seed_oss")
         reasoning = Reasoning(parser if has_own else "think")
     calls = tool_calls.build_tool_parser(parser, parameters)
-    message_parser = reasoning.build_parser(calls, with_channel_calls=parser == "gpt_oss")
+    message_parser = reasoning.build_parser(calls, with_channel_calls=parser == "harmony")
     names: list[str] = []
     arguments: list[str] = []
     for delta in message_parser.add(text, last=True):
