@@ -2,7 +2,8 @@
 
 Shapes: N slots, R rows, C tokens of a row, P blocks of a block table.
 
-What the device holds between programs, and what a program returns to the host.
+Also the state that the device holds between programs, and sampling in a program: its result goes to
+the host.
 
 Shapes: N slots, R rows of a batch, C tokens of a row, T decode steps, V vocabulary.
 """
@@ -12,15 +13,23 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from maxtext.common.trees import Array
 from maxtext.inference.engine import sequence, shapes
 from maxtext.inference.sampling.bad_words import fill_token_masks
-from maxtext.inference.sampling.grammar import ALL_TOKENS, INACTIVE, GrammarBatch
-from maxtext.inference.sampling.logprobs import NONE, Logprobs, program_count
+from maxtext.inference.sampling.grammar import ALL_TOKENS, INACTIVE, GrammarBatch, mask_logits
+from maxtext.inference.sampling.logprobs import NONE, Logprobs, compute_logprobs, program_count
 from maxtext.inference.sampling.params import SamplingMode, SamplingParams
-from maxtext.inference.sampling.sampler import BatchedSamplingParams, batch_mode
+from maxtext.inference.sampling.sampler import (
+    BatchedSamplingParams,
+    ProcessorState,
+    batch_mode,
+    process_logits,
+    sample,
+    token_keys,
+)
 from maxtext.kernels.decode.prefix_attention import PrefixGroups
 from maxtext.models.transformer import Caches
 
@@ -392,3 +401,45 @@ def start_slots(
     return EngineState(
         state.caches, token_ids, positions=positions, params=params, adapter_ids=adapter_ids
     )
+
+
+def token_adapters(batch: PrefillBatch) -> jax.Array | None:
+    """The adapter of each row [R]; if the prompts share one row, of each token [1, C]."""
+    if batch.adapter_ids is None or batch.segments is None:
+        return None if batch.adapter_ids is None else jnp.asarray(batch.adapter_ids)
+    padding = jnp.zeros(1, jnp.int32)
+    return jnp.concatenate([padding, batch.adapter_ids])[batch.segments]
+
+
+def sample_next(
+    logits: jax.Array,
+    positions: Array,
+    params: BatchedSamplingParams,
+    *,
+    mode: SamplingMode,
+    num_logprobs: int,
+    logprobs_temperature: float,
+    active: Array,
+    processors: ProcessorState | None = None,
+    mask: Array | None = None,
+) -> tuple[Sampled, jax.Array]:
+    """Sample from logits [B, V] the token at `positions` [B] of each active row. Returns the tokens
+    with their log-probabilities, and which rows stay active. `processors` has the rows of the
+    logits, and `mask` [B, W] their allowed tokens.
+    """
+    keys = token_keys(params.seed, positions)
+    processed = logits
+    if processors is not None:
+        processed = process_logits(logits, processors, params, positions)
+    if mask is not None:
+        processed = mask_logits(processed.astype(jnp.float32), mask)
+    tokens = sample(processed, keys, params, mode)
+    logprobs = None
+    if num_logprobs != NONE:
+        scaled = logits.astype(jnp.float32) / logprobs_temperature
+        logprobs = compute_logprobs(scaled, tokens, num_logprobs)
+    finite = jnp.isfinite(logits.max(axis=-1))
+    tokens = jnp.where(active, jnp.where(finite, tokens, NONFINITE_LOGITS), NO_TOKEN)
+    is_stop = jnp.any(tokens[:, None] == params.stop_ids, axis=-1)
+    finished = is_stop | (positions >= params.last_position) | ~finite
+    return Sampled(tokens, logprobs), ~finished & active

@@ -18,6 +18,14 @@ from maxtext.common.log import LOGGER
 from maxtext.common.types import Json
 
 MAX_PROGRAMS = 128  # of a function; one takes about 8 MiB on a CPU
+# For decoding with adapters on GPUs: kernels that do not depend on each other run at the same time,
+# as the matmuls of a layer by its weight and by the A factors of its adapters, which are too small
+# to fill a GPU; and matmuls of one input are not merged, which would copy their weights in each
+# step.
+ADAPTER_OPTIONS = {
+    "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT",
+    "xla_gpu_dot_merger_threshold_mb": 0,
+}
 
 
 class Compilation:
@@ -70,7 +78,7 @@ RESULT_co = TypeVar("RESULT_co", covariant=True)
 
 
 class Program(Protocol[ARGS, RESULT_co]):
-    """What `jax.jit` returns for a function."""
+    """A function as `jax.jit` returns it."""
 
     def __call__(self, *args: ARGS.args, **kwargs: ARGS.kwargs) -> RESULT_co: ...
 

@@ -22,18 +22,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxtext.common.trees import Array, flatten_dict, unflatten_dict
+from maxtext.common.trees import flatten_dict, unflatten_dict
 from maxtext.configs.types import MaxTextConfig
 from maxtext.inference.engine.batches import (
     MAX_DECODE_STEPS,
     NO_TOKEN,
-    NONFINITE_LOGITS,
     DecodeBatch,
     EngineState,
     ForkBatch,
     PrefillBatch,
     Sampled,
+    sample_next,
     start_slots,
+    token_adapters,
 )
 from maxtext.inference.engine.model_runner import (
     CachedModelRunner,
@@ -42,16 +43,18 @@ from maxtext.inference.engine.model_runner import (
     is_paged,
     select_caches,
 )
-from maxtext.inference.engine.program_cache import Compilation, Program, ProgramCache, jit
-from maxtext.inference.sampling.grammar import ALL_TOKENS, INACTIVE, mask_logits
-from maxtext.inference.sampling.logprobs import NONE, Logprobs, compute_logprobs, prompt_logprobs
-from maxtext.inference.sampling.params import SamplingMode
+from maxtext.inference.engine.program_cache import (
+    ADAPTER_OPTIONS,
+    Compilation,
+    Program,
+    ProgramCache,
+    jit,
+)
+from maxtext.inference.sampling.grammar import ALL_TOKENS, INACTIVE
+from maxtext.inference.sampling.logprobs import NONE, Logprobs, prompt_logprobs
 from maxtext.inference.sampling.sampler import (
     BatchedSamplingParams,
     ProcessorState,
-    process_logits,
-    sample,
-    token_keys,
 )
 from maxtext.layers.cache import CacheConfig
 from maxtext.layers.context import REFERENCE, BuildContext
@@ -62,14 +65,6 @@ from maxtext.layers.parameters import Template, Tree
 from maxtext.layers.weight_layout import Path, leaf_layouts
 from maxtext.sharding import AxisRules, use_rules
 
-# For decoding with adapters on GPUs: kernels that do not depend on each other run at the same time,
-# as the matmuls of a layer by its weight and by the A factors of its adapters, which are too small
-# to fill a GPU; and matmuls of one input are not merged, which would copy their weights in each
-# step.
-ADAPTER_OPTIONS = {
-    "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT",
-    "xla_gpu_dot_merger_threshold_mb": 0,
-}
 ARGS = ParamSpec("ARGS")
 RESULT = TypeVar("RESULT")
 StepResult = tuple[EngineState, ProcessorState | None, Sampled]  # what prefill and decode return
@@ -470,45 +465,3 @@ class Programs:
         if batch.grammar is not None:
             positions = batch.grammar.pause(positions)
         return replace(state, caches=caches, token_ids=sampled.tokens, positions=positions), sampled
-
-
-def token_adapters(batch: PrefillBatch) -> jax.Array | None:
-    """The adapter of each row [R]; if the prompts share one row, of each token [1, C]."""
-    if batch.adapter_ids is None or batch.segments is None:
-        return None if batch.adapter_ids is None else jnp.asarray(batch.adapter_ids)
-    padding = jnp.zeros(1, jnp.int32)
-    return jnp.concatenate([padding, batch.adapter_ids])[batch.segments]
-
-
-def sample_next(
-    logits: jax.Array,
-    positions: Array,
-    params: BatchedSamplingParams,
-    *,
-    mode: SamplingMode,
-    num_logprobs: int,
-    logprobs_temperature: float,
-    active: Array,
-    processors: ProcessorState | None = None,
-    mask: Array | None = None,
-) -> tuple[Sampled, jax.Array]:
-    """Sample from logits [B, V] the token at `positions` [B] of each active row. Returns the tokens
-    with their log-probabilities, and which rows stay active. `processors` has the rows of the
-    logits, and `mask` [B, W] their allowed tokens.
-    """
-    keys = token_keys(params.seed, positions)
-    processed = logits
-    if processors is not None:
-        processed = process_logits(logits, processors, params, positions)
-    if mask is not None:
-        processed = mask_logits(processed.astype(jnp.float32), mask)
-    tokens = sample(processed, keys, params, mode)
-    logprobs = None
-    if num_logprobs != NONE:
-        scaled = logits.astype(jnp.float32) / logprobs_temperature
-        logprobs = compute_logprobs(scaled, tokens, num_logprobs)
-    finite = jnp.isfinite(logits.max(axis=-1))
-    tokens = jnp.where(active, jnp.where(finite, tokens, NONFINITE_LOGITS), NO_TOKEN)
-    is_stop = jnp.any(tokens[:, None] == params.stop_ids, axis=-1)
-    finished = is_stop | (positions >= params.last_position) | ~finite
-    return Sampled(tokens, logprobs), ~finished & active

@@ -43,7 +43,7 @@ AsgiApp = Callable[[Any, Receive, Send], Awaitable[None]]
 
 
 class ServerState:
-    """What the connections of a server share."""
+    """State that the connections of a server share."""
 
     def __init__(self, app: AsgiApp):
         self.app = app

@@ -97,7 +97,7 @@ class Message(NamedTuple):
         )
 
     def to_json(self) -> Json:
-        """What a template is given, which may have any of several names for the reasoning."""
+        """The message for a template, which may have any of several names for the reasoning."""
         fields = self.fields
         if self.reasoning is not None:
             fields = {**fields, **dict.fromkeys(REASONING_NAMES, self.reasoning)}
