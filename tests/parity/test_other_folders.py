@@ -12,7 +12,7 @@ import zoo
 from safetensors.torch import load_file, save_file
 
 from maxtext import LLM
-from maxtext.checkpoint.convert import conversion as convert
+from maxtext.checkpoint.convert import command as convert
 from maxtext.checkpoint.open import open_checkpoint
 from maxtext.checkpoint.weights import ModelWeights
 from maxtext.common.errors import ConfigError, UserError
