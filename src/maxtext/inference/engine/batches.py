@@ -1,11 +1,13 @@
-"""The batches of prefill and decode: arrays that are built on the host and read by the programs.
+"""The engine's batches, its state on the device, and sampling inside a program.
 
-Shapes: N slots, R rows, C tokens of a row, P blocks of a block table.
+`BatchBuilder` builds `PrefillBatch`, `ForkBatch` and `DecodeBatch` on the host, as arrays that the
+programs read. `GrammarBatch` is the part of a batch for rows that a grammar constrains.
 
-Also the state that the device holds between programs, and sampling in a program: its result goes to
-the host.
+`EngineState` is what the device holds between programs. `sample_next` samples the next token of
+each row inside a program, and the host reads the result as `Sampled`.
 
-Shapes: N slots, R rows of a batch, C tokens of a row, T decode steps, V vocabulary.
+Shapes: N slots, R rows of a batch (B if they may also be all slots), C tokens of a row, P blocks of
+a block table, T decode steps, V vocabulary, W = ceil(V / 32) words of a mask.
 """
 
 import itertools
@@ -19,7 +21,7 @@ import numpy as np
 from maxtext.common.trees import Array
 from maxtext.inference.engine import sequence, shapes
 from maxtext.inference.sampling.bad_words import fill_token_masks
-from maxtext.inference.sampling.grammar import ALL_TOKENS, INACTIVE, GrammarBatch, mask_logits
+from maxtext.inference.sampling.grammar import ALL_TOKENS, mask_logits
 from maxtext.inference.sampling.logprobs import NONE, Logprobs, compute_logprobs, program_count
 from maxtext.inference.sampling.params import SamplingMode, SamplingParams
 from maxtext.inference.sampling.sampler import (
@@ -35,8 +37,47 @@ from maxtext.models.transformer import Caches
 
 MAX_DECODE_STEPS = 16  # tokens of a slot in one decode program
 STATIC_DECODE_STEPS = (4, MAX_DECODE_STEPS)  # where the number of steps is static
-MAX_BLOCKS = 2**31 - 1  # more than any pool has
+# In place of the index of a block, of a position, and of a sampled token
+NO_BLOCK = 2**31 - 1  # out of bounds in every pool, so that a write to it is dropped
+INACTIVE = -1  # the slot has nothing to decode
+NO_TOKEN = -1  # the slot was inactive
+NONFINITE_LOGITS = -2  # the logits were NaN or infinite
 STATIC = {"static": True}  # part of the compiled program, not an array
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class GrammarBatch:
+    """The masks of the rows whose tokens a grammar or bad words constrain.
+
+    A constrained row samples its first token of a program from the tokens of its mask. If it is
+    speculative, it samples further tokens as if it were free, and the host keeps those that the
+    grammar allows: by the Gumbel-max trick with a key for each position, the masked sample is the
+    free one wherever that is allowed, so the tokens are the same as with a mask for every token.
+    After a program a constrained row is inactive, and the next program that has it resumes it from
+    the host's tokens.
+    """
+
+    mask: Array  # [B, W] uint32, the tokens that may come first; all of them in other rows
+    constrained: Array  # [B] bool
+    speculative: Array  # [B] bool
+    token_ids: Array  # [B] int32, the newest token of a constrained row
+    positions: Array  # [B] int32, of that token
+
+    def resume(self, token_ids: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Token ids and positions [B] of the slots, with those of constrained rows."""
+        return (
+            jnp.where(self.constrained, self.token_ids, token_ids),
+            jnp.where(self.constrained, self.positions, positions),
+        )
+
+    def pause(self, positions: jax.Array) -> jax.Array:
+        """Positions [B] after a step: rows that are not speculative have no further one."""
+        return jnp.where(self.constrained & ~self.speculative, INACTIVE, positions)
+
+    def release(self, positions: jax.Array) -> jax.Array:
+        """Positions [B] after a program: constrained rows are inactive."""
+        return jnp.where(self.constrained, INACTIVE, positions)
 
 
 @jax.tree_util.register_dataclass
@@ -93,7 +134,7 @@ class ForkBatch:
     slots: Array  # [N], of the sequences; N is padding
     positions: Array  # [N], of the tokens to sample
     last_blocks: Array  # [N], the block with the last token of the prompt
-    own_blocks: Array  # [N], that of each sequence, or the same; out of bounds: padding
+    own_blocks: Array  # [N], that of each sequence, or the same; NO_BLOCK is padding
     params: BatchedSamplingParams
     adapter_ids: Array | None = None  # [N]; None: the model has no adapters
     mode: SamplingMode = field(default=SamplingMode.GREEDY, metadata=STATIC)
@@ -203,8 +244,8 @@ class BatchBuilder:
         )
 
     def fork(self, forks: Sequence[tuple[PrefilledPrompt, sequence.Sequence]]) -> ForkBatch:
-        """For sequences with the prompts of one prefill. The batch has room for all slots, so that
-        one program serves any number."""
+        """For sequences with the prompts of one prefill. The batch has a row for each slot, so
+        that one program serves any number."""
         prompts, sequences = zip(*forks, strict=True)
         padding = self.num_slots - len(sequences)
         params = [seq.params for seq in sequences]
@@ -221,7 +262,7 @@ class BatchBuilder:
                 prompt.sequence.blocks[i] for prompt, i in zip(prompts, last_block, strict=True)
             ),
             own_blocks=column(
-                (seq.blocks[i] for seq, i in zip(sequences, last_block, strict=True)), MAX_BLOCKS
+                (seq.blocks[i] for seq, i in zip(sequences, last_block, strict=True)), NO_BLOCK
             ),
             params=sampling_params(sequences, self.num_slots),
             adapter_ids=column(seq.adapter_slot for seq in sequences)
@@ -355,10 +396,6 @@ def samples_alike(params: SamplingParams) -> bool:
     """
     truncated = params.mode == SamplingMode.TRUNCATED or params.min_p > 0
     return not truncated and not params.has_processors
-
-
-NO_TOKEN = -1  # in place of a sampled token: the slot was inactive
-NONFINITE_LOGITS = -2  # in place of a sampled token: the logits were NaN or infinite
 
 
 @jax.tree_util.register_dataclass

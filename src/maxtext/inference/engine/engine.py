@@ -53,7 +53,7 @@ class InFlightStep:
 
     sampled: Sampled
     columns: tuple[tuple[int, Sequence], ...]
-    num_steps: int  # 0: prefill
+    num_steps: int  # 0: prefill or fork
     dispatched_at: float
     # Chunks of prompts whose log-probabilities the program computes, with their index in its
     # output, their first position and their length.
@@ -122,7 +122,8 @@ class InferenceEngine:
 
     @property
     def wants_requests(self) -> bool:
-        """Whether the waiting queue is shorter than the number of slots."""
+        """Whether the waiting sequences are too few to take all free slots now, and all slots
+        once more when the running sequences have ended."""
         return self.scheduler.num_available_slots > -self.cache_config.slots
 
     def max_sequence_length(self) -> int:

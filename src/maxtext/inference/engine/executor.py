@@ -1,6 +1,6 @@
-"""Runs the engine's programs on the device, and holds the device's state.
+"""The executor: runs the engine's programs on the device, and holds the device's state.
 
-Requests that compile the programs which later requests need.
+`warmup_requests` yields requests that compile, before real ones arrive, the programs for them.
 """
 
 from collections.abc import Iterator

@@ -25,6 +25,7 @@ import numpy as np
 from maxtext.common.trees import flatten_dict, unflatten_dict
 from maxtext.configs.types import MaxTextConfig
 from maxtext.inference.engine.batches import (
+    INACTIVE,
     MAX_DECODE_STEPS,
     NO_TOKEN,
     DecodeBatch,
@@ -50,7 +51,7 @@ from maxtext.inference.engine.program_cache import (
     ProgramCache,
     jit,
 )
-from maxtext.inference.sampling.grammar import ALL_TOKENS, INACTIVE
+from maxtext.inference.sampling.grammar import ALL_TOKENS
 from maxtext.inference.sampling.logprobs import NONE, Logprobs, prompt_logprobs
 from maxtext.inference.sampling.sampler import (
     BatchedSamplingParams,

@@ -37,7 +37,7 @@ class Scheduler:
     def __init__(
         self,
         num_slots: int,
-        cache: PrefixCache,
+        prefix_cache: PrefixCache,
         *,
         contiguous: bool,
         supports_packing: bool = False,
@@ -45,13 +45,13 @@ class Scheduler:
         chunk_size: shapes.ChunkSize | None = None,
         max_batched_tokens: int = shapes.MAX_PREFILL_TOKENS,
     ):
-        self.cache = cache
+        self.prefix_cache = prefix_cache
         self.max_batched_tokens = max_batched_tokens
         self.contiguous = contiguous
         self.supports_packing = supports_packing
         self.snapshots = snapshots
         self.max_chunk = chunk_size
-        self.block_size = cache.block_size
+        self.block_size = prefix_cache.block_size
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # the oldest first
         self.unfinished: dict[int, Sequence] = {}  # waiting and running, by request id
@@ -60,8 +60,8 @@ class Scheduler:
         self.expects_requests = False  # they may arrive at any time
         # Slots whose sequence the host has finished, while the device may still extend it.
         self.finished_slots: set[int] = set()
-        self.blocked = False  # too few blocks are free for the next waiting sequence
-        self.long_had_turn = False  # a prompt was cut last, so the shortest one is next
+        self.out_of_blocks = False  # too few blocks are free for the next waiting sequence
+        self.shortest_next = False  # since the last prefill batch began with a chunk
         self.num_preemptions = 0
 
     @property
@@ -129,14 +129,15 @@ class Scheduler:
             self.release(sequence)
         else:
             self.waiting.remove(sequence)
-            self.blocked = False
+            self.out_of_blocks = False
 
     def uses_prefix_cache(self, sequence: Sequence) -> bool:
         """Whether a sequence looks for its prefix in the cache, and inserts its prompt. Choices of
         one request share the blocks of their prompt even if prefixes are not cached otherwise.
         """
-        shares_blocks = sequence.shares_prompt and not self.contiguous and not self.cache.snapshots
-        return self.cache.enabled or shares_blocks
+        cache = self.prefix_cache
+        shares_blocks = sequence.shares_prompt and not self.contiguous and not cache.snapshots
+        return cache.enabled or shares_blocks
 
     # Admission.
 
@@ -148,16 +149,16 @@ class Scheduler:
         restored: list[tuple[Sequence, Tree]] = []
         if self.waits_for_slots:
             return restored
-        prefilling = {self.first_block(each) for each in self.running if self.adds_blocks(each)}
+        prefilling = {self.first_block_key(each) for each in self.running if self.adds_blocks(each)}
         for sequence in list(self.waiting) if self.free_slots else ():
-            if not self.free_slots or self.blocked:
+            if not self.free_slots or self.out_of_blocks:
                 break
             uses_cache = self.uses_prefix_cache(sequence)
-            first_block = self.first_block(sequence)
-            if uses_cache and first_block is not None and first_block in prefilling:
+            first_key = self.first_block_key(sequence)
+            if uses_cache and first_key is not None and first_key in prefilling:
                 continue
             match = (
-                self.cache.match(sequence.token_ids, sequence.cache_namespace)
+                self.prefix_cache.match(sequence.token_ids, sequence.cache_namespace)
                 if uses_cache and not sequence.wants_prompt_logprobs
                 else None
             )
@@ -166,11 +167,11 @@ class Scheduler:
             # Every running sequence keeps a spare block: otherwise a new one would soon be
             # preempted.
             spare = 0 if self.contiguous else len(self.running)
-            enough = self.cache.num_free_blocks >= needed + spare
-            allocated = self.cache.allocate(needed) if enough else None
+            enough = self.prefix_cache.num_free_blocks >= needed + spare
+            allocated = self.prefix_cache.allocate(needed) if enough else None
             if allocated is None:
-                self.cache.free(matched)
-                self.blocked = True  # until a sequence frees its blocks
+                self.prefix_cache.free(matched)
+                self.out_of_blocks = True  # until a sequence frees its blocks
                 break
             self.waiting.remove(sequence)
             self.start(sequence, matched + allocated)
@@ -182,7 +183,7 @@ class Scheduler:
                 if match.snapshot is not None:
                     restored.append((sequence, match.snapshot))
             if self.adds_blocks(sequence):
-                prefilling.add(first_block)
+                prefilling.add(first_key)
         return restored
 
     def start(self, sequence: Sequence, blocks: list[int]) -> None:
@@ -198,7 +199,7 @@ class Scheduler:
         sequence.common_length = 0
         self.running.append(sequence)
 
-    def first_block(self, sequence: Sequence) -> Hashable:
+    def first_block_key(self, sequence: Sequence) -> Hashable:
         """Key that is equal for sequences whose first block can be shared; None if a sequence is
         too short to share a block."""
         if len(sequence.token_ids) <= self.block_size:
@@ -207,10 +208,11 @@ class Scheduler:
 
     def adds_blocks(self, sequence: Sequence) -> bool:
         """Whether full blocks of a sequence are still to be prefilled, which others may share."""
-        return sequence.num_computed < self.last_full_block(sequence)
+        return sequence.num_computed < self.shareable_length(sequence)
 
-    def last_full_block(self, sequence: Sequence) -> int:
-        """The end of the last full block that can be shared: a token is left to compute."""
+    def shareable_length(self, sequence: Sequence) -> int:
+        """The length of the prefix that others can share: the full blocks without the last token
+        to prefill, which every sequence computes itself."""
         return (sequence.prefill_length - 1) // self.block_size * self.block_size
 
     # Prefill.
@@ -225,7 +227,7 @@ class Scheduler:
         if self.snapshots:
             # The per-slot caches are saved where the prefix departs from cached ones, and at the
             # last full block of the prompt.
-            for position in (sequence.common_length, self.last_full_block(sequence)):
+            for position in (sequence.common_length, self.shareable_length(sequence)):
                 if position > sequence.num_computed:
                     return min(count, position - sequence.num_computed)
         return count
@@ -239,14 +241,14 @@ class Scheduler:
         pending = [sequence for sequence in self.running if not sequence.is_decoding]
         if not pending:
             return None
-        if self.interleaves and self.long_had_turn:
+        if self.interleaves and self.shortest_next:
             shortest = min(pending, key=lambda seq: seq.prefill_length - seq.num_computed)
             pending.remove(shortest)
             pending.insert(0, shortest)
-            self.long_had_turn = False
+            self.shortest_next = False
         else:
             first = pending[0]
-            self.long_had_turn = self.next_chunk(first) < first.prefill_length - first.num_computed
+            self.shortest_next = self.next_chunk(first) < first.prefill_length - first.num_computed
         if packed := self.pack(pending):
             return self.chunks(packed), True
         shape = self.row_shape(pending[0])
@@ -295,7 +297,7 @@ class Scheduler:
             seq
             for seq in self.running
             if not seq.is_decoding
-            and seq.num_computed == self.last_full_block(seq)
+            and seq.num_computed == self.shareable_length(seq)
             and not seq.num_output_tokens
             and not seq.wants_prompt_logprobs
             and not seq.params.has_processors
@@ -309,9 +311,9 @@ class Scheduler:
         if rest:
             return
         own, fork.blocks[count - 1] = fork.blocks[count - 1], source.blocks[count - 1]
-        self.cache.share(fork.blocks[count - 1])
-        self.cache.free([own])
-        self.blocked = False
+        self.prefix_cache.share(fork.blocks[count - 1])
+        self.prefix_cache.free([own])
+        self.out_of_blocks = False
 
     # Decode.
 
@@ -320,7 +322,7 @@ class Scheduler:
         return [
             seq
             for seq in self.running
-            if seq.is_decoding and seq.num_remaining > 0 and not seq.is_blocked
+            if seq.is_decoding and seq.num_remaining > 0 and not seq.awaits_grammar
         ]
 
     def decode_steps(self, sequences: list[Sequence], limit: int) -> int:
@@ -350,7 +352,7 @@ class Scheduler:
         free.
         """
         needed = -(-num_tokens // self.block_size) - len(sequence.blocks)
-        blocks = self.cache.allocate(needed) if needed > 0 else []
+        blocks = self.prefix_cache.allocate(needed) if needed > 0 else []
         if blocks is None:
             return False
         sequence.blocks += blocks
@@ -375,12 +377,12 @@ class Scheduler:
         """Free the slot and the blocks of a sequence, for programs that are dispatched from now on.
         Its full blocks stay in the prefix cache if `cacheable`.
         """
-        if self.cache.enabled and not self.snapshots and sequence.is_decoding and cacheable:
+        if self.prefix_cache.enabled and not self.snapshots and sequence.is_decoding and cacheable:
             computed = sequence.token_ids[:-1]
             blocks = sequence.blocks[: len(computed) // self.block_size]
-            self.cache.insert(computed, blocks, namespace=sequence.cache_namespace)
-        self.cache.free(sequence.blocks)
-        self.blocked = False
+            self.prefix_cache.insert(computed, blocks, namespace=sequence.cache_namespace)
+        self.prefix_cache.free(sequence.blocks)
+        self.out_of_blocks = False
         self.free_slots.append(sequence.slot)
         self.running.remove(sequence)
         sequence.blocks = []

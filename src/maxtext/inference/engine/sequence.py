@@ -68,8 +68,8 @@ class Sequence:
         return len(self.token_ids) - len(self.prompt_ids)
 
     @property
-    def is_blocked(self) -> bool:
-        """Whether its next program needs the tokens of the one in flight."""
+    def awaits_grammar(self) -> bool:
+        """Whether its grammar must read the tokens in flight before the next program."""
         return self.grammar is not None and self.in_flight
 
     @property

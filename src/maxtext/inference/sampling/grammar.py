@@ -7,13 +7,9 @@ many requests share is compiled once.
 A short constraint may take minutes to compile, and nothing can interrupt the library. It therefore
 runs in a few threads of its own, and a request waits no longer than COMPILE_SECONDS for them.
 
-The rows of a batch whose tokens a grammar or bad words constrain, on the device.
+`fill_masks` writes on the host which tokens may follow, and `mask_logits` applies these masks to
+logits on the device.
 
-A constrained row samples its first token of a program from the tokens of its mask. If the row is
-speculative, it samples further tokens as if it were free, and the host keeps those that the grammar
-allows: by the Gumbel-max trick with a key for each position, the masked sample is the free one
-wherever that is allowed, so the tokens are the same as with a mask for every token. After a program
-a constrained row is inactive, and the next program that has it resumes it from the host's tokens.
 Shapes: B rows, V vocabulary, W = ceil(V / 32) words of a mask.
 """
 
@@ -23,7 +19,6 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -40,6 +35,7 @@ from maxtext.tokenizers.load import concatenates, text_bytes
 
 FEATURE = "structured output"
 WORD_BITS = 32  # of a mask
+ALL_TOKENS = 0xFFFFFFFF  # a word of a mask
 SPECIAL_MARKER = b"\xff"
 MAX_CACHED = 128  # compiled grammars
 MAX_REASON = 300  # characters of an error
@@ -127,7 +123,7 @@ class GrammarCompiler:
         self.tokenizer = self.llguidance.LLTokenizer(token_bytes, vocab_size, list(eos_ids))
         self.lock = threading.Lock()
         self.compiled: OrderedDict[tuple[str, ...], Future[Any]] = OrderedDict()
-        self.turn = threading.BoundedSemaphore(MAX_COMPILING)
+        self.compile_slots = threading.BoundedSemaphore(MAX_COMPILING)
 
     def matcher(self, constraint: StructuredOutputs) -> GrammarMatcher:
         """A matcher at the beginning of a text. Raises RequestError if the constraint cannot be
@@ -160,12 +156,12 @@ class GrammarCompiler:
         """The matcher of llguidance that a thread compiles now. The thread does not keep the
         process from ending.
         """
-        if not self.turn.acquire(timeout=COMPILE_SECONDS):
+        if not self.compile_slots.acquire(timeout=COMPILE_SECONDS):
             message = "the server compiles grammars of other requests: try again"
             raise EngineError(message, "grammar_queue_full", COMPILE_SECONDS)
         with self.lock:
             if key in self.compiled:  # another request was first
-                self.turn.release()
+                self.compile_slots.release()
                 return self.compiled[key]
             future = self.compiled[key] = Future()
 
@@ -177,7 +173,7 @@ class GrammarCompiler:
                     self.compiled.pop(key, None)
                 future.set_exception(error)
             finally:
-                self.turn.release()
+                self.compile_slots.release()
 
         with STACK_LOCK:
             default = threading.stack_size(STACK_BYTES)
@@ -254,35 +250,6 @@ def without_marker(data: bytes) -> bytes:
     tokens, since the token would be allowed wherever a special one is. UTF-8 does not have it.
     """
     return b"" if SPECIAL_MARKER in data else data
-
-
-INACTIVE = -1  # in place of a position: the slot has nothing to decode
-ALL_TOKENS = 0xFFFFFFFF  # a word of a mask
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class GrammarBatch:
-    mask: Array  # [B, W] uint32, the tokens that may come first; all of them in other rows
-    constrained: Array  # [B] bool
-    speculative: Array  # [B] bool
-    token_ids: Array  # [B] int32, the newest token of a constrained row
-    positions: Array  # [B] int32, of that token
-
-    def resume(self, token_ids: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Token ids and positions [B] of the slots, with those of constrained rows."""
-        return (
-            jnp.where(self.constrained, self.token_ids, token_ids),
-            jnp.where(self.constrained, self.positions, positions),
-        )
-
-    def pause(self, positions: jax.Array) -> jax.Array:
-        """Positions [B] after a step: rows that are not speculative have no further one."""
-        return jnp.where(self.constrained & ~self.speculative, INACTIVE, positions)
-
-    def release(self, positions: jax.Array) -> jax.Array:
-        """Positions [B] after a program: constrained rows are inactive."""
-        return jnp.where(self.constrained, INACTIVE, positions)
 
 
 def mask_logits(logits: jax.Array, mask: Array) -> jax.Array:

@@ -1,16 +1,16 @@
-"""Sampling: from logits over the vocabulary to the next token.
+"""Sampling from logits over the vocabulary, and the logits processors that precede it.
 
-Shapes: B rows, V vocabulary, E stop ids. Every row has its own parameters, held in arrays, so one
-compiled program serves any mix of requests. `SamplingMode` is the exception: it is static, because
-sorting the vocabulary is expensive, and the most demanding row of a batch decides it. A row's token
-does not depend on the mode of the program that samples it.
+Every row has its own parameters, held in arrays, so one compiled program serves any mix of
+requests. `SamplingMode` is the exception: it is static, because sorting the vocabulary is
+expensive, and the most demanding row of a batch decides it. A row's token does not depend on the
+mode of the program that samples it.
 
-Logits processors: penalties, biases, minimum lengths and allowed tokens, before sampling.
-
-Each slot has a row of per-token state on the device, which a program updates as it samples, so
+`process_logits` applies penalties, biases, minimum lengths and allowed tokens. Each slot has a row
+of per-token state for it on the device, `ProcessorState`, which a program updates as it samples, so
 decode programs of several steps need no host in between. The state exists once a request uses a
-processor, and only programs for batches with such a request take it as an argument. Shapes:
-N slots, B rows of a batch, V vocabulary.
+processor, and only programs for batches with such a request take it as an argument.
+
+Shapes: N slots, B rows of a batch, V vocabulary, E stop ids.
 """
 
 from collections.abc import Iterable, Sequence
