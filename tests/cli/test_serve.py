@@ -51,8 +51,8 @@ def test_harmony_has_its_former_name():
 def test_options_name_what_the_server_has():
     """Help must not import the server, so options.py repeats its names and limits."""
     form = COMMANDS["serve"].forms[""]
-    assert form.find("--tool-call-parser").type.choices == (*tool_calls.PARSERS, "gpt_oss")
-    assert form.find("--reasoning-parser").type.choices == (*reasoning.PARSERS, "gpt_oss")
+    assert form.find("--tool-call-parser").type.choices == (*tool_calls.TOOL_PARSERS, "gpt_oss")
+    assert form.find("--reasoning-parser").type.choices == (*reasoning.REASONING_PARSERS, "gpt_oss")
     assert options.MAX_LOGPROBS == MAX_LOGPROBS
     parsed = parse_arguments(["m", "--allowed-hosts", "*", "--host", "localhost"])
     assert parsed.options == ServerOptions(

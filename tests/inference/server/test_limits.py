@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from maxtext.common.errors import ConfigError
-from maxtext.inference.server import http_protocol, lifecycle
+from maxtext.inference.server import http11, lifecycle
 from maxtext.inference.server.errors import ApiError
 from maxtext.inference.server.events import error_response
 from maxtext.inference.server.lifecycle import LoadingApp, Tls
@@ -46,7 +46,7 @@ def address():
     """Of an application that responds with status 503 and reads no bodies."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("HEAD_SECONDS", "BODY_SECONDS", "STALL_SECONDS"):
-            patch.setattr(http_protocol, name, 0.3)
+            patch.setattr(http11, name, 0.3)
         with serve(LoadingApp()) as address:
             yield address
 
@@ -215,12 +215,12 @@ def test_refused_body_ends_the_connection(monkeypatch, length):
         assert b"connection: close" in response.lower()
         assert response.count(b"HTTP/1.1") == 1
         check_error(exchange(address, head), 413)  # and sends nothing
-        assert time.monotonic() - start < http_protocol.LINGER_SECONDS
-        monkeypatch.setattr(http_protocol, "LINGER_SECONDS", 0.2)
+        assert time.monotonic() - start < http11.LINGER_SECONDS
+        monkeypatch.setattr(http11, "LINGER_SECONDS", 0.2)
         with pytest.raises(ConnectionError):
             send_forever(address, head, b"x", pause=0.05)
-        monkeypatch.setattr(http_protocol, "LINGER_SECONDS", 60)
-        monkeypatch.setattr(http_protocol, "MAX_LINGER_BYTES", 2**20)
+        monkeypatch.setattr(http11, "LINGER_SECONDS", 60)
+        monkeypatch.setattr(http11, "MAX_LINGER_BYTES", 2**20)
         with pytest.raises(ConnectionError):
             send_forever(address, head, chunks)
 
@@ -348,7 +348,7 @@ def test_offered_protocol_is_ignored(part):
 
 
 def test_client_that_does_not_read(monkeypatch):
-    monkeypatch.setattr(http_protocol, "STALL_SECONDS", 0.2)
+    monkeypatch.setattr(http11, "STALL_SECONDS", 0.2)
     app = LargeApp()
     with serve(app) as address, socket.create_connection(address) as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -357,7 +357,7 @@ def test_client_that_does_not_read(monkeypatch):
 
 
 def test_client_that_reads_slowly_stays_connected(monkeypatch):
-    monkeypatch.setattr(http_protocol, "STALL_SECONDS", 0.5)
+    monkeypatch.setattr(http11, "STALL_SECONDS", 0.5)
     app = LargeApp()
     with serve(app) as address, socket.socket() as connection:
         connection.settimeout(10)

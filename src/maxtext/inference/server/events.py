@@ -1,6 +1,7 @@
-"""Responses: JSON, and server-sent events as plain ASGI messages.
+"""Responses as JSON and as server-sent events, in plain ASGI messages, and active requests.
 
-A request to the API while the engine works on it: one stream of deltas for each prompt.
+An `ActiveRequest` is a request to the API while the engine works on it: one stream of deltas for
+each prompt, which it merges. An `EventStreamResponse` sends the events that a writer makes of them.
 """
 
 import asyncio

@@ -2,8 +2,9 @@
 have.
 
 A field without a marker acts. An `Inert` one does nothing. An `Unsupported` one would change the
-completion or the response, and is refused unless its value is neutral. The fields are those of
-OpenAI's API and of vLLM's protocol.
+completion or the response, and is refused unless its value is neutral. `NeutralAtOtherEndpoints`
+adds neutral values at endpoints that do not have the field. The fields are those of OpenAI's API
+and of vLLM's protocol.
 """
 
 import dataclasses
@@ -47,7 +48,7 @@ class Unsupported:
 
 
 @dataclass(frozen=True)
-class Elsewhere:
+class NeutralAtOtherEndpoints:
     """Values, besides NEUTRAL_VALUES and {}, with which a field does nothing at an endpoint that
     does not have it.
     """
@@ -55,7 +56,7 @@ class Elsewhere:
     neutral: tuple[Any, ...]
 
 
-MARKER = TypeVar("MARKER", Inert, Unsupported, Elsewhere)
+MARKER = TypeVar("MARKER", Inert, Unsupported, NeutralAtOtherEndpoints)
 InertField = Annotated[Any, Inert()]
 UnsupportedField = Annotated[Any, Unsupported()]
 UnsupportedObject = Annotated[Any, Unsupported(({},))]
@@ -233,11 +234,11 @@ class GenerationFields(SamplingFields, OtherFields):
 class ChoiceFields(GenerationFields):
     """The fields that completions and chats share."""
 
-    n: Annotated[Any, Elsewhere((1,))] = None
-    best_of: Annotated[int | None, Elsewhere((1,))] = None
+    n: Annotated[Any, NeutralAtOtherEndpoints((1,))] = None
+    best_of: Annotated[int | None, NeutralAtOtherEndpoints((1,))] = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
-    response_format: Annotated[Any, Elsewhere(({"type": "text"},))] = None
+    response_format: Annotated[Any, NeutralAtOtherEndpoints(({"type": "text"},))] = None
     truncate_prompt_tokens: int | None = None
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False

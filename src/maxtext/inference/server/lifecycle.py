@@ -148,7 +148,7 @@ class HttpServer:
         """Accept connections until the server should end, and give them CLOSE_SECONDS then. The
         runner cancels the tasks that remain.
         """
-        from maxtext.inference.server.http_protocol import HttpProtocol, ServerState
+        from maxtext.inference.server.http11 import HttpProtocol, ServerState
 
         state = ServerState(self.app)
         server = await asyncio.get_running_loop().create_server(

@@ -225,7 +225,7 @@ class MessageFormat:
 
     tools: ToolOptions = field(default_factory=ToolOptions)
     reasoning: Reasoning = field(default_factory=Reasoning)
-    tool_parser: str = "none"  # of `tool_calls.PARSERS`
+    tool_parser: str = "none"  # of `tool_calls.TOOL_PARSERS`
     hidden_tags: tuple[str, ...] = ()
 
     @property

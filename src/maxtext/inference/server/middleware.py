@@ -51,7 +51,7 @@ class RequestMiddleware:
         self.root_path = root_path
         # Of a thousand requests that arrive together, few start in one turn of the event loop, so
         # that streams and /health go on meanwhile.
-        self.turn = asyncio.Semaphore(MAX_STARTS)
+        self.start_slots = asyncio.Semaphore(MAX_STARTS)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -85,7 +85,7 @@ class RequestMiddleware:
         try:
             if scope["method"] == "POST":
                 with self.engine.arrival():
-                    async with self.turn:
+                    async with self.start_slots:
                         await asyncio.sleep(0)
             await self.app(scope, receive_body, send_with_id)
         except Exception as error:

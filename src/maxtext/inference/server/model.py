@@ -34,8 +34,8 @@ class ServedModel:
     chat_template: ChatTemplate | None = None
     template_defaults: Json = field(default_factory=dict)
     sampling_defaults: Json = field(default_factory=dict)
-    tool_parser: str = "none"  # of `tool_calls.PARSERS`, for tool_choice="auto"
-    reasoning_parser: str = "none"  # of `reasoning.PARSERS`
+    tool_parser: str = "none"  # of `tool_calls.TOOL_PARSERS`, for tool_choice="auto"
+    reasoning_parser: str = "none"  # of `reasoning.REASONING_PARSERS`
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property

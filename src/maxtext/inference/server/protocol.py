@@ -20,10 +20,10 @@ from maxtext.inference.server.fields import (
     Body,
     ChoiceFields,
     ConversationField,
-    Elsewhere,
     GenerationFields,
     Inert,
     NamedBody,
+    NeutralAtOtherEndpoints,
     OtherFields,
     Unsupported,
     marked_fields,
@@ -94,10 +94,10 @@ class ConversationFields(NamedBody):
 
     messages: Messages | None = None
     tools: list[object] = []
-    tool_choice: Annotated[Any, Elsewhere(("none", "auto"))] = None
-    parallel_tool_calls: Annotated[bool, Elsewhere((True,))] = True
+    tool_choice: Annotated[Any, NeutralAtOtherEndpoints(("none", "auto"))] = None
+    parallel_tool_calls: Annotated[bool, NeutralAtOtherEndpoints((True,))] = True
     chat_template_kwargs: TemplateVariables = {}
-    add_generation_prompt: Annotated[bool | None, Elsewhere((True,))] = None
+    add_generation_prompt: Annotated[bool | None, NeutralAtOtherEndpoints((True,))] = None
     continue_final_message: bool = False
     reasoning_effort: str = ""
 
@@ -224,7 +224,9 @@ class ResponsesRequest(GenerationFields):
     text: dict[str, Any] = {}
     reasoning: dict[str, Any] = {}
     include: Annotated[Any, AfterValidator(check_include)] = None
-    truncation: Annotated[Any, AfterValidator(check_truncation), Elsewhere(("disabled",))] = None
+    truncation: Annotated[
+        Any, AfterValidator(check_truncation), NeutralAtOtherEndpoints(("disabled",))
+    ] = None
     client_metadata: dict[str, Any] = {}
     metadata: dict[str, Any] = {}
     store: bool = False
@@ -356,10 +358,10 @@ GENERATION_BODIES = (CompletionRequest, ChatRequest, ResponsesRequest)
 GENERATION_FIELDS = frozenset(name for kind in GENERATION_BODIES for name in kind.known_fields())
 INERT_FIELDS = marked_fields(OtherFields, Inert)
 UNSUPPORTED_FIELDS = marked_fields(OtherFields, Unsupported)
-NEUTRAL_ELSEWHERE = {
+NEUTRAL_AT_OTHER_ENDPOINTS = {
     name: (*NEUTRAL_VALUES, {}, *marker.neutral)
     for kind in GENERATION_BODIES
-    for name, marker in marked_fields(kind, Elsewhere).items()
+    for name, marker in marked_fields(kind, NeutralAtOtherEndpoints).items()
 }
 
 
@@ -435,7 +437,7 @@ class JsonBody:
         unknown = sorted(self.fields.keys() - kind.known_fields())
         for name in unknown:
             is_unused = name in INERT_FIELDS or name in UNSUPPORTED_FIELDS
-            neutral = NEUTRAL_ELSEWHERE.get(name, (*NEUTRAL_VALUES, {}))
+            neutral = NEUTRAL_AT_OTHER_ENDPOINTS.get(name, (*NEUTRAL_VALUES, {}))
             if name in GENERATION_FIELDS and not is_unused and self.fields[name] not in neutral:
                 raise RequestError(f"{name} is no field of {kind.endpoint}", name, UNSUPPORTED)
         unknown = [name for name in unknown if name not in GENERATION_FIELDS]

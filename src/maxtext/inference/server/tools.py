@@ -90,7 +90,7 @@ class ToolOptions:
         return StructuredOutputs("json", schema_text(schema, "tools"), "tools")
 
     def build_parser(self, name: str) -> MessageParser:
-        """A new parser for the text of one message. `name` is one of `tool_calls.PARSERS`."""
+        """A new parser for the text of one message. `name` is one of `tool_calls.TOOL_PARSERS`."""
         if self.is_named:
             return NamedCallParser(self.choice)
         if self.choice == "required":

@@ -10,7 +10,11 @@ from maxtext.inference.text.parsers.message_parser import (
     NamedCallParser,
     RequiredCallParser,
 )
-from maxtext.inference.text.parsers.tool_calls import build_tool_parser, find_tool_parser
+from maxtext.inference.text.parsers.tool_calls import (
+    TOOL_PARSERS,
+    build_tool_parser,
+    find_tool_parser,
+)
 
 CALL = '<tool_call>{"name": "f", "arguments": {"x": "ü}"}}</tool_call>'
 CODER_CALL = """<tool_call>
@@ -158,6 +162,15 @@ def test_calls_of_families(name, text, content, arguments, size):
     parsed_content, calls = parse(build_tool_parser(name, SCHEMAS), text, size)
     assert parsed_content == content
     assert [(name, json.loads(each)) for name, each in calls] == [("f", each) for each in arguments]
+
+
+def test_names_of_parsers():
+    for name in TOOL_PARSERS:
+        assert parse(build_tool_parser(name, SCHEMAS), "text", 1000) == ("text", [])
+    for name in ("none", "harmony"):
+        assert parse(build_tool_parser(name, SCHEMAS), CALL, 1000) == (CALL, [])
+    with pytest.raises(ValueError, match="no tool parser is called 'hermès'"):
+        build_tool_parser("hermès", SCHEMAS)
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 1000])

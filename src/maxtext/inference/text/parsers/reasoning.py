@@ -34,7 +34,7 @@ PARSER_TAGS: dict[str, tuple[str, ...]] = {
     "harmony": HARMONY_TAGS,
     "none": (),
 }
-PARSERS = tuple(PARSER_TAGS)
+REASONING_PARSERS = tuple(PARSER_TAGS)
 
 
 class ThinkParser(MessageParser):
@@ -157,7 +157,7 @@ class HarmonyParser(MessageParser):
 class Reasoning:
     """The reasoning of the completions of one request."""
 
-    parser: str = "none"  # of PARSERS
+    parser: str = "none"  # of REASONING_PARSERS
     starts_inside: bool = False  # the prompt ends with the tag at the start of reasoning
     is_over: bool = False  # the prompt ends with the tag at its end
     is_wanted: bool = False  # the request asks for it

@@ -239,14 +239,16 @@ PARSER_TAGS: dict[str, tuple[str, ...]] = {
     "glm45": (*HERMES_TAGS, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
     "minimax_m2": MINIMAX_TAGS,
     "seed_oss": SEED_TAGS,
-    "harmony": (),  # the reasoning parser of this name reads calls
+    "harmony": (),  # the tags are those of the reasoning parser, which reads calls
     "none": (),
 }
-PARSERS = tuple(PARSER_TAGS)
+TOOL_PARSERS = tuple(PARSER_TAGS)
 
 
 def build_tool_parser(name: str, schemas: Schemas) -> MessageParser:
-    """A new parser for one message, by a name of PARSERS."""
+    """A new parser for one message, by a name of TOOL_PARSERS. With `none` and `harmony`, all text
+    is content: the reasoning parser of harmony reads its calls. Raises ValueError for other names.
+    """
     if name == "hermes":
         return TaggedCallParser(*HERMES_TAGS, JsonCallReader)
     if name == "qwen3_coder":
@@ -271,7 +273,9 @@ def build_tool_parser(name: str, schemas: Schemas) -> MessageParser:
         return LlamaParser()
     if name == "mistral":
         return MistralParser()
-    return MessageParser()
+    if name in ("harmony", "none"):
+        return MessageParser()
+    raise ValueError(f"no tool parser is called {name!r}: the names are {', '.join(TOOL_PARSERS)}")
 
 
 def find_tool_parser(template: str) -> str:

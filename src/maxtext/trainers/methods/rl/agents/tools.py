@@ -253,8 +253,8 @@ class CallFormat:
     """How the turns of a model's family have reasoning and calls: names of parsers, as those of the
     server."""
 
-    tool_parser: str = "none"  # of `tool_calls.PARSERS`
-    reasoning_parser: str = "none"  # of `reasoning.PARSERS`
+    tool_parser: str = "none"  # of `tool_calls.TOOL_PARSERS`
+    reasoning_parser: str = "none"  # of `reasoning.REASONING_PARSERS`
 
     @classmethod
     def from_template(cls, template: str) -> "CallFormat":

@@ -12,8 +12,8 @@ from pathlib import Path
 import httptools
 import pytest
 
-from maxtext.inference.server import http_protocol, lifecycle
-from maxtext.inference.server.http_protocol import HttpProtocol, ServerState
+from maxtext.inference.server import http11, lifecycle
+from maxtext.inference.server.http11 import HttpProtocol, ServerState
 from tests.inference.server.raw_http import exchange, serve
 
 GET = b"GET %s HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -143,7 +143,7 @@ def test_refuses_to_be_a_proxy(address):
 @pytest.mark.parametrize("rest", [b"", b"\r\n"])
 def test_idle_connection_is_closed(monkeypatch, address, rest):
     """Empty lines, which RFC 9112 allows before a request, are none."""
-    monkeypatch.setattr(http_protocol, "IDLE_SECONDS", 0.3)
+    monkeypatch.setattr(http11, "IDLE_SECONDS", 0.3)
     with socket.create_connection(address, timeout=10) as connection:
         connection.sendall(GET % b"/early")
         assert connection.recv(2**16).endswith(b"ok")
@@ -192,7 +192,7 @@ def test_body_does_not_count_as_the_next_head():
     """Though both come in one read."""
 
     async def run():
-        body = b"x" * http_protocol.MAX_HEAD_BYTES
+        body = b"x" * http11.MAX_HEAD_BYTES
         head = b"POST /early HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
         requests = head + body + CLOSE
         protocol, transport = await run_protocol(requests[:-10], requests[-10:])
@@ -200,7 +200,7 @@ def test_body_does_not_count_as_the_next_head():
         assert transport.is_closed
         protocol.connection_lost(None)
         assert not protocol.state.connections
-        large = b"GET / HTTP/1.1\r\nX: " + b"a" * http_protocol.MAX_HEAD_BYTES
+        large = b"GET / HTTP/1.1\r\nX: " + b"a" * http11.MAX_HEAD_BYTES
         transport = (await run_protocol(GET % b"/early", large))[1]
         assert transport.written.count(b"HTTP/1.1 431 ") == 1
 
@@ -210,7 +210,7 @@ def test_body_does_not_count_as_the_next_head():
 def test_uses_public_interfaces_only():
     """A transport has the methods that asyncio documents, and httptools the names it exports."""
     transport_names = {name for name in dir(asyncio.Transport) if not name.startswith("_")}
-    for module in (http_protocol, lifecycle):
+    for module in (http11, lifecycle):
         tree = ast.parse(Path(module.__file__).read_text())
         for node in ast.walk(tree):
             if isinstance(node, ast.Import | ast.ImportFrom):
