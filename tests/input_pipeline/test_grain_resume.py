@@ -130,6 +130,36 @@ def test_position_of_other_settings_raises(make_config, write, update, said):
         make_train_iterator(make_config(**settings, **update)).set_state(state)
 
 
+def with_former_names(state):
+    """A state as earlier versions saved it."""
+    if not isinstance(state, dict):
+        return state
+    state = {key: with_former_names(value) for key, value in state.items()}
+    if "group" in state or "window" in state:  # of packing, of a shuffled window
+        state["place"] = state.pop("position")
+    return state
+
+
+@pytest.mark.parametrize(("name", "window"), [("first_fit", 5), ("best_fit", 1), (None, 5)])
+def test_resumes_from_a_state_with_former_names(make_config, write, name, window):
+    config = make_config(
+        grain_train_files=write(*documents()),
+        enable_data_shuffling=True,
+        global_batch_size_to_load=1,
+        grain_shuffle_buffer_size=window,
+        **with_packing(name),
+    )
+    iterator = make_train_iterator(config)
+    expected = list(make_train_iterator(config))
+    for _ in range(4):
+        next(iterator)
+    former = with_former_names(iterator.get_state())
+    assert '"place": 4' in json.dumps(former)
+    resumed = make_train_iterator(config)
+    resumed.set_state(json.loads(json.dumps(former)))
+    same(list(resumed), expected[4:])
+
+
 @pytest.mark.parametrize("window", [1, 100])
 def test_position_past_the_end_of_the_data_raises(make_config, tmp_path, window):
     """Files that were shortened in place keep their number."""

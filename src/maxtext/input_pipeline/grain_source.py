@@ -1,10 +1,9 @@
 """dataset_type=grain: local files of one kind (grain_file_type), alone or as a weighted mixture.
 
-A mixture is `files,weight;files,weight` in grain_train_files, or a file of
-grain_train_mixture_config_path. Where it ends, mixture_stopping_strategy says. Evaluation has no
-use for weights: it reads every document of every part once.
-
-Parses weighted mixtures of files, from a key or from a file, to (key, files, weight).
+`parse_mixture` returns the parts of a mixture as (key, files, weight). They are written as
+`files,weight;files,weight` in grain_train_files, or as entries of the file
+grain_train_mixture_config_path. mixture_stopping_strategy says where a mixture ends. Evaluation has
+no use for weights: it reads every document of every part once.
 """
 
 import json

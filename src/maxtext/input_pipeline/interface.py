@@ -148,6 +148,11 @@ def unseal(settings: Json, state: State) -> State:
     return state["position"]
 
 
+def saved_position(state: State) -> int:
+    """The entry `position` of a saved state. Checkpoints of earlier versions call it `place`."""
+    return state["position"] if "position" in state else state["place"]
+
+
 def check_position(position: int, count: int) -> None:
     """Raise UserError if a saved position is past the end of the data, which must have changed."""
     if position > count:

@@ -1,19 +1,18 @@
-"""The order of documents in each epoch, sharded over data streams, as arithmetic on indices.
+"""The order of documents in each epoch, and shuffling of data that can only be read in order.
 
-Nothing is read here and the state is a number, so any position in the order can be restored at
-once.
+`epoch_order` computes the order of the documents of each data stream as arithmetic on indices.
+Nothing is read, and the state is a number, so any position in the order can be restored at once.
 - Documents that can be read alone are shuffled globally, then assigned to the streams round-robin.
 - Documents in blocks that are decoded together (row groups of Parquet, for example) stay close:
   blocks are assigned to the streams, and each epoch shuffles a stream's blocks, then the documents
   within WINDOW blocks at a time, or within as many as the cache holds. A block that is evicted too
   early would be decoded again for each of its documents.
 
-Shuffles elements within windows of a fixed size, for data that can only be read in order.
-
-Like Grain's WindowShuffleIterDataset, but with one permutation for each window: Grain computes each
-index by a cipher for large ranges, which takes a millisecond for each row of a window of a hundred.
-The state is the parent's state at the start of the window and the position in it, so the window is
-read again after a restart.
+`WindowShuffle` shuffles elements within windows of a fixed size, like Grain's
+WindowShuffleIterDataset, but with one permutation for each window: Grain computes each index by a
+cipher for large ranges, which takes a millisecond for each row of a window of a hundred. The state
+is the parent's state at the start of the window and the position in it, so the window is read again
+after a restart.
 """
 
 import sys
@@ -28,7 +27,7 @@ import numpy as np
 
 from maxtext.common.types import Json
 from maxtext.input_pipeline.formats import interface
-from maxtext.input_pipeline.interface import ShardSpec, check_position
+from maxtext.input_pipeline.interface import ShardSpec, check_position, saved_position
 
 WINDOW = 8  # most blocks whose documents are shuffled together
 # Most documents whose permutation is stored; Grain's shuffle computes it, slowly for small counts
@@ -189,10 +188,10 @@ class WindowShuffle(grain.IterDataset):
         self.seed = seed
 
     def __iter__(self) -> grain.DatasetIterator:
-        return WindowShuffled(iter(self.parent), self.window, self.seed)
+        return WindowShuffleIterator(iter(self.parent), self.window, self.seed)
 
 
-class WindowShuffled(grain.DatasetIterator):
+class WindowShuffleIterator(grain.DatasetIterator):
     def __init__(self, parent: grain.DatasetIterator, window: int, seed: int):
         super().__init__(parent)
         self.parent = parent
@@ -220,7 +219,7 @@ class WindowShuffled(grain.DatasetIterator):
         self.elements = [elements[position] for position in order]
 
     def get_state(self) -> Json:
-        return {"window": self.number, "place": self.position, "parent": self.start}
+        return {"window": self.number, "position": self.position, "parent": self.start}
 
     def set_state(self, state: Json) -> None:
         self.parent.set_state(state["parent"])
@@ -231,5 +230,6 @@ class WindowShuffled(grain.DatasetIterator):
             self.start = state["parent"]
         else:
             self.fill(state["window"], state["parent"])
-            check_position(state["place"], len(self.elements))
-            self.position = state["place"]
+            position = saved_position(state)
+            check_position(position, len(self.elements))
+            self.position = position

@@ -1,23 +1,22 @@
-"""From sequences to rows of max_target_length, and from rows to batches.
+"""From the tokens of documents to sequences, to rows of max_target_length, and to batches.
 
-first_fit and best_fit keep each sequence in one row and pad the rest; concat_then_split fills every
-row and splits a sequence where the row ends; without packing a row is one sequence and padding.
+`ToSequences` converts a document of n tokens to n - 1 (input, target) pairs: each token but the
+last is an input, each but the first a target. The shift precedes any truncation, so that every
+remaining input has its target. Documents of no token or one token give no sequence, and long ones
+are split. Sequences of fine-tuning are truncated when they are encoded and never split. They have a
+mask of their targets, and `targets_segmentation` is 0 where it is False.
 
-Sequences of fine-tuning have a mask of their targets, and `targets_segmentation` is 0 where it is
-False. Preference pairs are not packed: a row has both sequences.
+`to_rows` packs sequences into rows. first_fit and best_fit keep each sequence in one row and pad
+the rest; concat_then_split fills every row and splits a sequence where the row ends; without
+packing a row is one sequence and padding. Preference pairs are not packed: a row has both
+sequences.
 
-first_fit and best_fit fill a group of OPEN_ROWS rows until a sequence fits in none of them; the
-next group starts with it. So the state is the parent's state at the start of a group and the
-position in it, and a group is packed again after a restart. Grain's own packers do the same, but
-take several times as long for each sequence.
+`FitRowsIterator` fills a group of OPEN_ROWS rows until a sequence fits in none of them; the next
+group starts with it. So its state is the parent's state at the start of a group and the position in
+it, and a group is packed again after a restart. Grain's own packers do the same, but take several
+times as long for each sequence.
 
-Converts the tokens of documents to sequences of (input, target) pairs, and splits long
-documents.
-
-n tokens make n - 1 pairs: each token but the last is an input, each but the first a target. The
-shift precedes any truncation, so that every remaining input has its target. Documents of no token
-or one token give no sequence. Rows of fine-tuning also have the mask of their targets. They are
-truncated when they are encoded, and never split.
+`to_batches` stacks rows.
 """
 
 import sys
@@ -45,11 +44,13 @@ from maxtext.input_pipeline.interface import (
     LongDocuments,
     ShardSpec,
     check_position,
+    saved_position,
 )
 
 # token ids, or a row of fine-tuning
 Document = np.ndarray | EncodedRecord
-TokenPairs = dict[str, np.ndarray]  # inputs, targets and for rows `loss_mask`, each [pairs]
+# inputs, targets and for fine-tuning `loss_mask`, each [tokens - 1]
+TokenSequence = dict[str, np.ndarray]
 
 
 class ToSequences(grain.experimental.FlatMapTransform):
@@ -61,10 +62,10 @@ class ToSequences(grain.experimental.FlatMapTransform):
         self.length = length
         self.long = long
 
-    def flat_map(self, chunk: list[np.ndarray | EncodedRow]) -> list[TokenPairs]:
+    def flat_map(self, chunk: list[np.ndarray | EncodedRow]) -> list[TokenSequence]:
         return [sequence for document in chunk for sequence in self.sequences(document)]
 
-    def sequences(self, document: np.ndarray | EncodedRow) -> list[TokenPairs]:
+    def sequences(self, document: np.ndarray | EncodedRow) -> list[TokenSequence]:
         if isinstance(document, EncodedRow):
             return [masked_sequence(document.ids, document.mask)]
         tokens = document
@@ -78,12 +79,12 @@ class ToSequences(grain.experimental.FlatMapTransform):
         ]
 
 
-class ToPairs(grain.experimental.FlatMapTransform):
+class ToPreferencePairs(grain.experimental.FlatMapTransform):
     """Maps a chunk of preference pairs to their (chosen, rejected) sequences."""
 
     max_fan_out = sys.maxsize
 
-    def flat_map(self, chunk: list[EncodedPair]) -> list[tuple[TokenPairs, TokenPairs]]:
+    def flat_map(self, chunk: list[EncodedPair]) -> list[tuple[TokenSequence, TokenSequence]]:
         return [pair_sequences(pair) for pair in chunk]
 
 
@@ -96,20 +97,20 @@ class ToRecords(grain.experimental.FlatMapTransform):
         return chunk
 
 
-def pair_sequences(pair: EncodedPair) -> tuple[TokenPairs, TokenPairs]:
+def pair_sequences(pair: EncodedPair) -> tuple[TokenSequence, TokenSequence]:
     return (
         completion_sequence(pair.prompt, pair.chosen),
         completion_sequence(pair.prompt, pair.rejected),
     )
 
 
-def completion_sequence(prompt: np.ndarray, completion: np.ndarray) -> TokenPairs:
+def completion_sequence(prompt: np.ndarray, completion: np.ndarray) -> TokenSequence:
     """The sequence of a prompt and its completion, of which the completion is trained on."""
     mask = np.arange(len(prompt) + len(completion)) >= len(prompt)
     return masked_sequence(np.concatenate([prompt, completion]), mask)
 
 
-def masked_sequence(ids: np.ndarray, mask: np.ndarray) -> TokenPairs:
+def masked_sequence(ids: np.ndarray, mask: np.ndarray) -> TokenSequence:
     return {"inputs": ids[:-1], "targets": ids[1:], "loss_mask": mask[1:]}
 
 
@@ -127,7 +128,7 @@ def num_targets(document: Document) -> int:
 # padding with 32 rows, 1.7% with 64 and 1.2% with 128. It does not depend on the batch size, so
 # that the order of rows, and with it a saved position, is valid for any batch size.
 OPEN_ROWS = 64
-# Our suffixes of a packed feature's fields -> Grain's
+# Native suffixes of a packed feature's fields -> Grain's
 RENAMED = {"position": "positions", "segmentation": "segment_ids"}
 
 
@@ -183,11 +184,11 @@ class FitRows(grain.IterDataset):
         self.max_segments = max_segments
         self.seed = shuffle_seed
 
-    def __iter__(self) -> "FittedRows":
-        return FittedRows(iter(self.parent), self)
+    def __iter__(self) -> "FitRowsIterator":
+        return FitRowsIterator(iter(self.parent), self)
 
 
-class FittedRows(grain.DatasetIterator):
+class FitRowsIterator(grain.DatasetIterator):
     def __init__(self, parent: grain.DatasetIterator, settings: FitRows):
         super().__init__(parent)
         self.parent = parent
@@ -200,7 +201,7 @@ class FittedRows(grain.DatasetIterator):
         self.group, self.position = 0, 0
         self.rows: list[Batch] = []
         self.start = self.next_start = start
-        self.pending: TokenPairs | None = None  # it did not fit in the last group
+        self.pending: TokenSequence | None = None  # it did not fit in the last group
 
     def __next__(self) -> Batch:
         if self.position == len(self.rows):
@@ -267,18 +268,18 @@ class FittedRows(grain.DatasetIterator):
 
     def get_state(self) -> Json:
         if self.position == len(self.rows):
-            return {"parent": self.next_start, "group": self.group, "place": 0}
-        return {"parent": self.start, "group": self.group - 1, "place": self.position}
+            return {"parent": self.next_start, "group": self.group, "position": 0}
+        return {"parent": self.start, "group": self.group - 1, "position": self.position}
 
     def set_state(self, state: Json) -> None:
         self.parent.set_state(state["parent"])
         self.move(state["parent"])
         self.group = state["group"]
-        if state["place"]:
+        if position := saved_position(state):
             self.group += 1
             self.fill()
-            check_position(state["place"], len(self.rows))
-            self.position = state["place"]
+            check_position(position, len(self.rows))
+            self.position = position
 
 
 def row_of(
@@ -308,7 +309,7 @@ def grain_name(field: str) -> str:
     return f"{feature}_{RENAMED[added]}" if added else feature
 
 
-def pad_row(sequence: TokenPairs, length: int) -> Batch:
+def pad_row(sequence: TokenSequence, length: int) -> Batch:
     size = len(sequence["inputs"])
     inputs, targets, position, segmentation = (np.zeros(length, np.int32) for _ in range(4))
     inputs[:size], targets[:size] = sequence["inputs"], sequence["targets"]
@@ -318,7 +319,7 @@ def pad_row(sequence: TokenPairs, length: int) -> Batch:
     return row_of(inputs, targets, position, segmentation, loss_mask)
 
 
-def pad_pair(pair: tuple[TokenPairs, TokenPairs], length: int) -> Batch:
+def pad_pair(pair: tuple[TokenSequence, TokenSequence], length: int) -> Batch:
     """A row with the fields of both sequences of a preference pair."""
     return {
         f"{side}_{field}": value

@@ -1,8 +1,9 @@
 """The formats of a row of the data: a document, a row of supervised fine-tuning, a preference pair
 or the prompt of reinforcement learning.
 
-A training method hands its format to this room, which never asks for the method. A format says how
-records are encoded, which fields a batch has, and what is missing from data that is too small.
+A training method hands its format to the input pipeline, which never asks for the method. A format
+says how records are encoded, which fields a batch has, and what is missing from data that is too
+small.
 """
 
 from abc import ABC, abstractmethod
@@ -122,9 +123,9 @@ class PairRows(RowFormat):
     ) -> "grain.IterDataset":
         import grain
 
-        from maxtext.input_pipeline.packing import ToPairs, pad_pair
+        from maxtext.input_pipeline.packing import ToPreferencePairs, pad_pair
 
-        pairs = grain.experimental.FlatMapIterDataset(chunks, ToPairs())
+        pairs = grain.experimental.FlatMapIterDataset(chunks, ToPreferencePairs())
         return pairs.map(partial(pad_pair, length=config.max_target_length))
 
     def no_rows(self, config: MaxTextConfig, named_by: str, stream: str) -> str:
