@@ -2,6 +2,7 @@
 PartitionSpec.
 """
 
-from maxtext.sharding.rules import AxisRules, constrain, make_mesh, use_rules
+from maxtext.sharding.mesh import make_mesh
+from maxtext.sharding.rules import AxisRules, constrain, use_rules
 
 __all__ = ["AxisRules", "constrain", "make_mesh", "use_rules"]
