@@ -14,7 +14,7 @@ from maxtext.kernels.attention import AttentionMask
 from maxtext.layers.inputs import LayerInputs
 from maxtext.layers.parameters import Initializer, Template
 from maxtext.layers.specs import MlaSpec, NormSpec, RopeSpec
-from maxtext.optimizers.build import clip_mla
+from maxtext.optimizers import clip_mla
 
 BATCH, LENGTH, SIZE, HEADS, NOPE, ROPE, VALUE = 2, 9, 16, 4, 6, 4, 5
 

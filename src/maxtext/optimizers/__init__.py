@@ -7,17 +7,17 @@ needs the raw norm.
 
 from maxtext.optimizers.build import (
     build_optimizer,
-    clip_by_global_norm,
-    global_norm,
     match_patterns,
     parameter_paths,
     trainable_mask,
 )
+from maxtext.optimizers.clipping import clip_by_global_norm, clip_mla, global_norm
 from maxtext.optimizers.schedules import learning_rate_schedule, schedule_steps
 
 __all__ = [
     "build_optimizer",
     "clip_by_global_norm",
+    "clip_mla",
     "global_norm",
     "learning_rate_schedule",
     "match_patterns",

@@ -25,8 +25,7 @@ from maxtext.configs.types import MaxTextConfig
 from maxtext.layers.inputs import EXPERT_LOAD, INDEXER_LOSS, MAX_LOGITS, MAXIMA
 from maxtext.layers.lora import copy_sources, sum_copies, update_copies
 from maxtext.layers.routers import updated_bias
-from maxtext.optimizers import clip_by_global_norm, global_norm
-from maxtext.optimizers.build import clip_mla
+from maxtext.optimizers import clip_by_global_norm, clip_mla, global_norm
 from maxtext.sharding.explicit import auto_sharded, auto_sharded_like_first, zeros_like
 from maxtext.sharding.state import to_device
 from maxtext.trainers.model_losses import Batch
