@@ -110,14 +110,18 @@ def merged_weight(
     adapter: Adapter, path: str, weight: np.ndarray, shape: LinearShape | None
 ) -> np.ndarray:
     """The weight of a layer with its adapter, in float32."""
-    merged = weight.astype(np.float32) + update(adapter, path, shape).reshape(weight.shape)
+    merged = weight.astype(np.float32) + delta_weight(adapter, path, shape).reshape(weight.shape)
     if not adapter.spec.dora:
         return merged
     return merged * magnitude_factor(adapter, path, merged, shape)
 
 
-def update(adapter: Adapter, path: str, shape: LinearShape | None) -> np.ndarray:
-    """scale · B A of a layer in float32; `shape` is None for the embedding."""
+def delta_weight(adapter: Adapter, path: str, shape: LinearShape | None) -> np.ndarray:
+    """ΔW = scale · B A of a layer in float32; `shape` is None for the embedding.
+
+    Native weights are [in, out], the transpose of PEFT's, and so are the factors a [in, rank] and
+    b [rank, out]: ΔW is `a @ b` here.
+    """
     a, b = (factor.astype(np.float32) for factor in adapter.factors(path))
     batch = shape.batch if shape else ()
     rank = a.shape[-1]

@@ -17,7 +17,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from maxtext.adapters.binding import LinearShape, padded
-from maxtext.adapters.merge import magnitude_factor, update
+from maxtext.adapters.merge import delta_weight, magnitude_factor
 from maxtext.adapters.modules import EMBEDDING, HEAD_WEIGHT, SAVED_MODULES
 from maxtext.adapters.spec import MAGNITUDE, ROUTED_EXPERTS, Adapter, B, write_layer
 from maxtext.checkpoint.open import model_param_infos
@@ -229,7 +229,7 @@ def dora_factors(
     for item in adapters:
         if f"{path}/{MAGNITUDE}" in item.adapter.tensors:
             weight = base.read(f"{path}/weight").astype(np.float32)
-            merged = weight + update(item.adapter, path, linear).reshape(weight.shape)
+            merged = weight + delta_weight(item.adapter, path, linear).reshape(weight.shape)
             factors[item.slot] = magnitude_factor(item.adapter, path, merged, linear)
     return factors
 
