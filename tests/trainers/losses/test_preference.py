@@ -155,7 +155,7 @@ def test_dpo_of_microbatches_sums_to_the_batch():
         return {"loss": loss, **metrics}
 
     whole = run(slice(None))
-    parts = [run(slice(0, 2), rows=5), run(slice(2, 5), rows=5)]
+    parts = [run(slice(0, 2), num_pairs=5), run(slice(2, 5), num_pairs=5)]
     for name, value in whole.items():
         np.testing.assert_allclose(parts[0][name] + parts[1][name], value, rtol=2e-5, err_msg=name)
 
@@ -252,7 +252,8 @@ def test_orpo_of_microbatches_sums_to_the_batch():
     whole = losses.orpo(padded, REJECTED_MEANS, 1.0, mask=mask)[0]
     some = slice(0, 3), slice(3, 5)
     parts = [
-        losses.orpo(padded[at], REJECTED_MEANS[at], 0.5, mask=mask[at], rows=4)[0] for at in some
+        losses.orpo(padded[at], REJECTED_MEANS[at], 0.5, mask=mask[at], num_pairs=4)[0]
+        for at in some
     ]
     np.testing.assert_allclose(sum(parts), whole, rtol=1e-6)
 

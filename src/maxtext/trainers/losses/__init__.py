@@ -4,6 +4,7 @@
 under `jax.jit` and `jax.grad`. Options that choose a formula are Python values; coefficients such
 as `beta` and `temperature` may be traced, unless a docstring says otherwise.
 
-A mean divides by the number of tokens or rows in the arguments. `tokens` and `rows` replace that
-number by that of a larger batch: then losses and metrics of its microbatches sum to its own.
+A mean divides by the number of tokens, rows or pairs in the arguments. `tokens`, `rows` and
+`num_pairs` replace that number by that of a larger batch: then losses and metrics of its
+microbatches sum to its own.
 """

@@ -30,8 +30,8 @@ LARGEST_MEAN_LOGP = -1e-7  # log(1 - exp(x)) is -inf at 0
 class Pairs:
     """The inputs of a loss over pairs; arrays are [B]."""
 
-    chosen: Array  # h_c
-    rejected: Array  # h_r
+    chosen_logratio: Array  # h_c
+    rejected_logratio: Array  # h_r
     chosen_mean: Array  # h_c / |c|
     rejected_mean: Array  # h_r / |r|
     mask: Array  # 0 for padding
@@ -42,7 +42,7 @@ class Pairs:
     @property
     def margin(self) -> Array:
         """Δ"""
-        return self.beta * (self.chosen - self.rejected)
+        return self.beta * (self.chosen_logratio - self.rejected_logratio)
 
 
 def smoothed_log_sigmoid(margin: Array, label_smoothing: float) -> Array:
@@ -86,21 +86,27 @@ def kto(pairs: Pairs) -> Array:
     pairs: z_c = max(0, mean h_r), z_r = max(0, mean h_c).
     """
     num_pairs = divisor(pairs.mask.sum())
-    chosen_kl = jnp.maximum(masked_sum(constant(pairs.rejected), pairs.mask) / num_pairs, 0.0)
-    rejected_kl = jnp.maximum(masked_sum(constant(pairs.chosen), pairs.mask) / num_pairs, 0.0)
-    chosen_loss = jax.nn.sigmoid(pairs.beta * (chosen_kl - pairs.chosen))
-    rejected_loss = jax.nn.sigmoid(pairs.beta * (pairs.rejected - rejected_kl))
+    chosen_kl = jnp.maximum(
+        masked_sum(constant(pairs.rejected_logratio), pairs.mask) / num_pairs, 0.0
+    )
+    rejected_kl = jnp.maximum(
+        masked_sum(constant(pairs.chosen_logratio), pairs.mask) / num_pairs, 0.0
+    )
+    chosen_loss = jax.nn.sigmoid(pairs.beta * (chosen_kl - pairs.chosen_logratio))
+    rejected_loss = jax.nn.sigmoid(pairs.beta * (pairs.rejected_logratio - rejected_kl))
     return 0.5 * (chosen_loss + rejected_loss)
 
 
 def apo_zero(pairs: Pairs) -> Array:
     """APO-zero (arXiv:2408.06266): σ(−β h_c) + σ(β h_r)"""
-    return jax.nn.sigmoid(-pairs.beta * pairs.chosen) + jax.nn.sigmoid(pairs.beta * pairs.rejected)
+    return jax.nn.sigmoid(-pairs.beta * pairs.chosen_logratio) + jax.nn.sigmoid(
+        pairs.beta * pairs.rejected_logratio
+    )
 
 
 def apo_down(pairs: Pairs) -> Array:
     """APO-down (arXiv:2408.06266): σ(β h_c) + σ(−Δ)"""
-    return jax.nn.sigmoid(pairs.beta * pairs.chosen) + jax.nn.sigmoid(-pairs.margin)
+    return jax.nn.sigmoid(pairs.beta * pairs.chosen_logratio) + jax.nn.sigmoid(-pairs.margin)
 
 
 LOSS_TYPES: dict[str, Callable[[Pairs], Array]] = {
@@ -130,7 +136,7 @@ def dpo(
     chosen_lengths: ArrayLike | None = None,
     rejected_lengths: ArrayLike | None = None,
     mask: ArrayLike | None = None,
-    rows: ArrayLike | None = None,
+    num_pairs: ArrayLike | None = None,
 ) -> tuple[Array, dict[str, Array]]:
     """loss = −mean[(1−ε) log σ(Δ) + ε log σ(−Δ)], Δ = β((c−c°) − (r−r°)).
 
@@ -143,7 +149,8 @@ def dpo(
     the rate of flipped labels. kto estimates its KL from the pairs of this call, so its
     microbatches do not sum to the batch.
 
-    `mask` is 0 for rows of padding. The mean divides by the number of pairs, or by `rows` if given.
+    `mask` is 0 for rows of padding. The mean divides by the number of pairs, or by `num_pairs` if
+    given.
 
     Metrics: `rewards/chosen` = β mean(c−c°), `rewards/rejected` = β mean(r−r°), `rewards/margins`
     their difference, `rewards/accuracies` the fraction of pairs with a higher reward of the chosen
@@ -155,27 +162,28 @@ def dpo(
     chosen, rejected = float32(chosen), float32(rejected)
     mask = jnp.ones_like(chosen) if mask is None else float32(mask)
     chosen, rejected = masked(chosen, mask), masked(rejected, mask)
-    chosen_ratio, rejected_ratio = chosen, rejected
+    chosen_logratio, rejected_logratio = chosen, rejected
     if ref_chosen is not None and ref_rejected is not None:
-        chosen_ratio = chosen - masked(constant(ref_chosen), mask)
-        rejected_ratio = rejected - masked(constant(ref_rejected), mask)
+        chosen_logratio = chosen - masked(constant(ref_chosen), mask)
+        rejected_logratio = rejected - masked(constant(ref_rejected), mask)
     pairs = Pairs(
-        chosen=chosen_ratio,
-        rejected=rejected_ratio,
-        chosen_mean=chosen_ratio / divisor(1 if chosen_lengths is None else chosen_lengths),
-        rejected_mean=rejected_ratio / divisor(1 if rejected_lengths is None else rejected_lengths),
+        chosen_logratio=chosen_logratio,
+        rejected_logratio=rejected_logratio,
+        chosen_mean=chosen_logratio / divisor(1 if chosen_lengths is None else chosen_lengths),
+        rejected_mean=rejected_logratio
+        / divisor(1 if rejected_lengths is None else rejected_lengths),
         mask=mask,
         beta=beta,
         label_smoothing=label_smoothing,
         gamma=gamma,
     )
-    num_pairs = divisor(mask.sum() if rows is None else rows)
+    count = divisor(mask.sum() if num_pairs is None else num_pairs)
 
     def mean(x: Array) -> Array:
-        return masked_sum(x, mask) / num_pairs
+        return masked_sum(x, mask) / count
 
     metrics = {"logps/chosen": mean(chosen), "logps/rejected": mean(rejected)}
-    rewards = (chosen_ratio, rejected_ratio)
+    rewards = (chosen_logratio, rejected_logratio)
     if loss_type == "simpo":
         rewards = (pairs.chosen_mean, pairs.rejected_mean)
     metrics |= reward_metrics(beta * rewards[0], beta * rewards[1], mean)
@@ -237,7 +245,7 @@ def orpo(
     weight: Scalar = 0.1,
     label_smoothing: float = 0.0,
     mask: ArrayLike | None = None,
-    rows: ArrayLike | None = None,
+    num_pairs: ArrayLike | None = None,
 ) -> tuple[Array, dict[str, Array]]:
     """loss = nll − λ mean[(1−ε) log σ(o) + ε log σ(−o)], the log odds ratio
     o = (c̄ − r̄) − [log(1−e^c̄) − log(1−e^r̄)] (ORPO, arXiv:2403.07691).
@@ -246,8 +254,8 @@ def orpo(
     completion, clipped to at most −1e-7. `nll` is a scalar: the mean over the tokens of prompt and
     chosen completion. λ is `weight`.
 
-    `mask` is 0 for rows of padding. The mean divides by the number of pairs, or by `rows` if given;
-    `nll` must then be this microbatch's share of the batch's mean.
+    `mask` is 0 for rows of padding. The mean divides by the number of pairs, or by `num_pairs` if
+    given; `nll` must then be this microbatch's share of the batch's mean.
 
     Metrics: those of `dpo` with rewards λ c̄ and λ r̄, `nll_loss`, `log_odds_ratio` = mean log
     σ(o), `log_odds_chosen` = mean o.
@@ -258,10 +266,10 @@ def orpo(
     chosen = jnp.minimum(jnp.where(mask != 0, chosen, -1.0), LARGEST_MEAN_LOGP)
     rejected = jnp.minimum(jnp.where(mask != 0, rejected, -1.0), LARGEST_MEAN_LOGP)
     log_odds = (chosen - rejected) - (log1mexp(chosen) - log1mexp(rejected))
-    num_pairs = divisor(mask.sum() if rows is None else rows)
+    count = divisor(mask.sum() if num_pairs is None else num_pairs)
 
     def mean(x: Array) -> Array:
-        return masked_sum(x, mask) / num_pairs
+        return masked_sum(x, mask) / count
 
     nll = float32(nll)
     loss = nll - weight * mean(smoothed_log_sigmoid(log_odds, label_smoothing))

@@ -2,7 +2,8 @@
 
 from maxtext.configs.types import MaxTextConfig
 from maxtext.trainers.methods.distillation.method import DISTILLATION, GKD, OFFLINE
-from maxtext.trainers.methods.method import PRETRAINING, SFT, Method
+from maxtext.trainers.methods.language_modeling import PRETRAINING, SFT
+from maxtext.trainers.methods.method import Method
 from maxtext.trainers.methods.preference.method import PREFERENCE
 from maxtext.trainers.methods.reward.method import REWARD
 from maxtext.trainers.methods.rl.method import GRPO

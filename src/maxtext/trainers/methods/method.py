@@ -3,9 +3,6 @@ functions before, around and after the steps.
 
 The loop, the step, the input pipeline and the estimates take the record of a run's method and never
 ask which one it is.
-
-Next-token prediction: pre-training on documents, and supervised fine-tuning on rows whose masks
-leave out prompts.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,11 +10,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from maxtext.configs.types import MaxTextConfig
-from maxtext.input_pipeline.row_formats import DOCUMENTS, MASKED_ROWS, RowFormat
+from maxtext.input_pipeline.row_formats import RowFormat
 from maxtext.layers.parameters import Template
 from maxtext.sharding import AxisRules
 from maxtext.trainers.data_loader import RowBatches, StepBatches
-from maxtext.trainers.objective import LanguageModelObjective, Objective
+from maxtext.trainers.objective import Objective
 
 if TYPE_CHECKING:
     from maxtext.checkpoint.open import Checkpoint
@@ -109,30 +106,3 @@ class Method:
     wrap_step: "Callable[[StepSetup], TrainStep]" = plain_step
     hooks: "Callable[[TrainStep, Recorder], list[Hook]]" = no_hooks
     rollout_bytes: "Callable[[RunContext], int]" = no_rollouts
-
-
-def sequence_format(config: MaxTextConfig) -> RowFormat:
-    """The rows of methods that train on documents, or with use_sft on masked rows."""
-    return MASKED_ROWS if config.use_sft else DOCUMENTS
-
-
-def language_model_objective(
-    config: MaxTextConfig, template: Template, rules: AxisRules
-) -> LanguageModelObjective:
-    return LanguageModelObjective(config, template, has_prompts=config.use_sft)
-
-
-PRETRAINING = Method(
-    "pre-training",
-    is_chosen=lambda config: True,  # the last of METHODS
-    row_format=sequence_format,
-    objective=language_model_objective,
-    trains_mtp=True,
-)
-SFT = Method(
-    "SFT",
-    is_chosen=lambda config: config.use_sft,
-    row_format=sequence_format,
-    objective=language_model_objective,
-    trains_mtp=True,
-)

@@ -14,7 +14,8 @@ from maxtext.trainers.methods.distillation.objective import DistillationObjectiv
 from maxtext.trainers.methods.distillation.offline import OfflineDistillationObjective
 from maxtext.trainers.methods.distillation.teacher import check_features, teacher_config
 from maxtext.trainers.methods.distillation.weight_maps import WeightMaps
-from maxtext.trainers.methods.method import Method, StepSetup, sequence_format
+from maxtext.trainers.methods.language_modeling import sequence_format
+from maxtext.trainers.methods.method import Method, StepSetup
 
 if TYPE_CHECKING:
     from maxtext.trainers.loop import TrainStep

@@ -98,7 +98,7 @@ class PreferenceObjective(PolicyObjective):
                 weight=config.orpo_lambda,
                 label_smoothing=config.dpo_label_smoothing,
                 mask=mask,
-                rows=1.0,
+                num_pairs=1.0,
             )
             sums = {"preference_loss": value, "nll_loss": jnp.sum(policy.chosen_nll)}
         else:
@@ -113,7 +113,7 @@ class PreferenceObjective(PolicyObjective):
                 chosen_lengths=policy.chosen_lengths,
                 rejected_lengths=policy.rejected_lengths,
                 mask=mask,
-                rows=1.0,
+                num_pairs=1.0,
             )
             sums = {"preference_loss": value}
         return sums, {name: metrics[name] for name in self.metric_names}
