@@ -11,8 +11,9 @@ from maxtext.checkpoint import steps
 
 @pytest.fixture
 def folder(tmp_path):
-    """Steps 5, 10 and 20, and leftovers of killed processes."""
-    for name in ("5", "10", "20", "25.orbax-checkpoint-tmp", "3.going", "15.damaged"):
+    """Steps 5, 10 and 20, and leftovers of killed processes, one of an earlier version."""
+    leftovers = ("25.orbax-checkpoint-tmp", "4.deleting", "3.going", "15.damaged")
+    for name in ("5", "10", "20", *leftovers):
         (tmp_path / name / "state").mkdir(parents=True)
         (tmp_path / name / "state" / "file").write_text(name)
         (tmp_path / name / steps.METADATA_FILE).write_text("{}")
@@ -28,7 +29,7 @@ def names(folder):
 def test_lists_complete_steps_only(folder):
     assert steps.all_steps(folder) == [5, 10, 20]
     left = [path.name for path in steps.incomplete_steps(folder)]
-    assert left == ["15.damaged", "25.orbax-checkpoint-tmp", "3.going", "30"]
+    assert left == ["15.damaged", "25.orbax-checkpoint-tmp", "3.going", "30", "4.deleting"]
     assert steps.all_steps(folder / "nowhere") == []
 
 
@@ -63,9 +64,10 @@ def test_kill_during_delete_leaves_no_partial_step(folder, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         steps.remove_old_steps(folder, 2, None)
     assert steps.all_steps(folder) == [10, 20]
+    assert (folder / "5.deleting").exists()
     monkeypatch.undo()
     steps.remove_leftovers(folder)
-    assert not (folder / "5.going").exists()
+    assert not (folder / "5.deleting").exists()
 
 
 def test_moves_old_steps_to_the_archive(folder, tmp_path_factory):

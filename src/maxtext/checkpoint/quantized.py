@@ -1,12 +1,16 @@
-"""Integer-quantized weights: quantized while a checkpoint is loaded, and folders of them.
+"""Quantized weights on disk and their loading: native folders, and Hugging Face checkpoints.
 
-Such a folder is a native one (weights.safetensors …, by layer) with two tensors for each quantized
-weight. NAME has its integers: I8, or for int4 U8 with two values in a byte, neighbours along the
-last axis, the first in the lower half. NAME.scale has its scales, F32, as in `QuantizedWeight`. Its
-config.yml sets quantization and checkpoint_is_quantized. Readers of plain tensors get float32.
+`load_model` and `load_base` quantize weights while a checkpoint is loaded, one at a time.
 
-Quantized Hugging Face checkpoints as sources of plain tensors: each in bfloat16 under its plain
-name, without the scales. Memory holds one tensor, its codes, and a few of its blocks in float32.
+`QuantizedFolder` reads a native folder of integer weights, and `PackedWeights` has the tensors of
+one. It is a folder by layer (weights.safetensors …) with two tensors for each quantized weight.
+NAME has its integers: I8, or for int4 U8 with two values in a byte, neighbours along the last axis,
+the first in the lower half. NAME.scale has its scales, F32, as in `QuantizedWeight`. Its config.yml
+sets quantization and checkpoint_is_quantized. Readers of plain tensors get float32.
+
+`Dequantized` reads a quantized Hugging Face checkpoint as plain tensors: each in bfloat16 under its
+plain name, without the scales. Memory holds one tensor, its codes, and a few of its blocks in
+float32.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -186,8 +190,8 @@ def unpack(stored: np.ndarray, length: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class PackedWeights:
-    """A model's weights in the format of such a folder, with int4 packed. Weights that are not
-    quantized are plain tensors.
+    """A model's weights in the format of a `QuantizedFolder`, with int4 packed. Weights that are
+    not quantized are plain tensors.
     """
 
     model: ModelWeights

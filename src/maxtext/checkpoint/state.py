@@ -1,14 +1,14 @@
-"""Flattens a training state to a dict of arrays by path, the form in which a checkpoint stores it.
+"""A training state as a dict of arrays by path, the form in which a checkpoint stores it.
 
-The paths do not depend on the classes of the trainer or the optimizer:
-("weights", "embedder", "embedding"), ("optimizer", …, "mu", "embedder", "embedding"), ("step",),
-("key",). On disk they are nested folders of one tree, so that other programs can also read it.
+`to_flat_dict` flattens a state. The paths do not depend on the classes of the trainer or the
+optimizer: ("weights", "embedder", "embedding"), ("optimizer", …, "mu", "embedder", "embedding"),
+("step",), ("key",). On disk they are nested folders of one tree, so that other programs can also
+read it.
 
-Reads checkpoints in which parameters have their former names.
-
-Names on disk are never rewritten. When a path component of the model is renamed, it gets an entry
-in RENAMED_COMPONENTS, and stored names are matched with the model's by `match_names`: weights and
-the optimizer state that belongs to them alike, in training checkpoints and in weight folders.
+`match_names` finds parameters that a checkpoint has under a former name. Names on disk are never
+rewritten: when a path component of the model is renamed, it gets an entry in RENAMED_COMPONENTS.
+This applies to weights and to the optimizer state that belongs to them, in training checkpoints and
+in weight folders.
 """
 
 import re

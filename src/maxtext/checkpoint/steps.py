@@ -1,15 +1,15 @@
-"""The step folders of a run's checkpoints, named by the number of steps done.
+"""The step folders of a run's checkpoints, named by the number of steps done, and their digests.
 
-A folder gets its name when all of it is written, so a name of digits alone is a complete step.
-Steps that are being written, or that a killed process left incomplete, have a longer name.
-`N.damaged` is a step that could not be read.
+Orbax writes a step to a temporary folder, `N.orbax-checkpoint-tmp…`, and renames it to `N` when all
+of it is written. The rename is the commit, so a name of digits alone is a complete step. A step is
+also renamed before it is deleted. `remove_leftovers` removes what killed processes left under the
+longer names. `N.damaged` is a step that could not be read.
 
-Digests of the files of a complete step, to detect later changes on disk.
-
-After a step is complete, each process syncs its part of the files to disk and writes their sizes
-and SHA-256 sums to `digest.process_N.json` in the step's folder. Its part are the files that it
-wrote itself and, of the files of no process, those assigned to it. If a process is killed before
-that, its files are not checked later, and the step still counts as good.
+`write_digest` and `verify` detect later changes on disk. After a step is complete, each process
+syncs its part of the files to disk and writes their sizes and SHA-256 sums to
+`digest.process_N.json` in the step's folder. Its part are the files that it wrote itself and, of
+the files of no process, those assigned to it. If a process is killed before that, its files are not
+checked later, and the step still counts as good.
 """
 
 import errno
@@ -29,7 +29,8 @@ from maxtext.common.log import LOGGER
 STATE, RUN = "state", "run"  # items of a step: the arrays, and metadata in JSON
 METADATA_FILE = "_CHECKPOINT_METADATA"  # Orbax writes it into every step
 TMP_SUFFIX = ".orbax-checkpoint-tmp"
-DELETING_SUFFIX = ".going"
+DELETING_SUFFIX = ".deleting"
+LEFTOVER_SUFFIXES = (TMP_SUFFIX, DELETING_SUFFIX, ".going")  # the last of earlier versions
 DAMAGED_SUFFIX = ".damaged"
 
 
@@ -76,7 +77,7 @@ def remove_leftovers(folder: Path) -> None:
     """Remove steps that killed processes left half written or half deleted."""
     if folder.is_dir():
         for path in folder.iterdir():
-            if path.is_dir() and (TMP_SUFFIX in path.name or DELETING_SUFFIX in path.name):
+            if path.is_dir() and any(suffix in path.name for suffix in LEFTOVER_SUFFIXES):
                 shutil.rmtree(path, ignore_errors=True)
                 LOGGER.info("removed %s, left behind by an interrupted save", path)
 

@@ -1,15 +1,15 @@
-"""The weights of a training checkpoint as named tensors, one layer at a time, read on the host.
+"""The weights of a training checkpoint by layer, and their conversion between layouts of layers.
 
-Conversion, inspection and inference on one machine read them so. Training restores its shards
-directly (trainers/checkpointing/restore.py). Layers that were saved as one stack are read as one
-array and sliced. The arrays read last are cached, since neighbouring layers are read together.
+`TrainingWeights` is a source of named tensors, one layer at a time, read on the host. Conversion,
+inspection and inference on one machine use it; training restores its shards directly
+(trainers/checkpointing/restore.py). Layers that were saved as one stack are read as one array and
+sliced. The arrays read last are cached, since neighbouring layers are read together.
 
-Converts a restored state between layouts of its layers: scanned, unrolled, or stacked along
-another axis.
-
-A parameter of a layer has one name in every layout (weights.py), and the optimizer keeps its state
-of a parameter under the parameter's path behind a prefix. Arrays are sliced and stacked on their
-devices, a few at a time. An array of the old layout is freed when all its layers are taken.
+`restack_layers` converts a restored state between layouts: layers scanned, unrolled, or stacked
+along another axis. A parameter of a layer has one name in every layout (weights.py), and the
+optimizer keeps its state of a parameter under the parameter's path behind a prefix. Arrays are
+sliced and stacked on their devices, a few at a time. An array of the old layout is freed when all
+its layers are taken.
 """
 
 from collections import OrderedDict
