@@ -1,22 +1,19 @@
-"""Cross-entropy over a vocabulary, in float32.
+"""Cross-entropy over a vocabulary, in float32, and its Triton kernels.
 
     loss = logsumexp(logits) - logits[target]
 
 `tiled_cross_entropy` computes logits tile by tile, so that those of all tokens never exist at once.
-On one NVIDIA GPU, Triton kernels read the logits once in each direction.
 
-Shapes: B batch, S sequence, E embed_dim, V vocabulary, T tokens.
-
-Cross-entropy of rows of logits by Triton, forward and backward, each reading the logits once.
+On one NVIDIA GPU, `cross_entropy` runs `triton_cross_entropy`, a Triton kernel over rows of logits
+in each direction. Each kernel reads the logits once. A program of `log_sums` keeps a running
+maximum and sum in each of its lanes and reduces over lanes at the end. dlogits may have any dtype,
+for example fp8 for an fp8 head.
 
     log_sums           largest = max(logits);   log_sum = log Σ exp(logits - largest)
                        target_logit = logits[target] - largest
     logits_backward    dlogits = softmax(logits) · factor + onehot(target) · target_factor
 
-Shapes: T tokens, V vocabulary.
-
-A program keeps a running maximum and sum in each of its lanes and reduces over lanes at the end.
-dlogits may have any dtype, for example fp8 for an fp8 head.
+Shapes: B batch, S sequence, E embed_dim, V vocabulary, T tokens.
 """
 
 import functools

@@ -1,14 +1,14 @@
-"""The inputs that all layers of a forward pass share, the report of a layer, and the interface of
-its sublayers.
+"""The interface of layers: `LayerInputs`, `Sublayer`, and the auxiliary outputs `Aux` by name.
 
-Rows of a batch that begin with the same tokens, such as the completions of one prompt.
+`LayerInputs` holds the inputs that all layers of a forward pass share. `Aux` is the report of a
+layer: small float32 arrays, and on request the output of attention.
 
-`SharedPrefix.fold` puts the rows of a group into one: the tokens that they share, once, and then
-the other tokens of each. Layers compute each token by itself, except for attention, which runs on
-the unfolded rows. So the outputs and gradients are those of the unfolded batch.
+`SharedPrefix` describes rows of a batch that begin with the same tokens, such as the completions of
+one prompt. `SharedPrefix.fold` puts the rows of a group into one: the tokens that they share, once,
+and then the other tokens of each. Layers compute each token by itself, except for attention, which
+runs on the unfolded rows. So the outputs and gradients are those of the unfolded batch.
 
-Names of the auxiliary outputs of layers (`inputs.Aux`): small float32 arrays, and on request the
-output of attention.
+Shapes: B batch, S sequence, E embed_dim, H heads, X experts; see `SharedPrefix` for folded rows.
 """
 
 from dataclasses import dataclass, field, replace
@@ -29,8 +29,6 @@ ATTENTION_OUTPUT = "attention_output"  # [B, S, E], after the projection; see La
 
 LOSSES = (LOAD_BALANCE_LOSS, INDEXER_LOSS)  # added to the objective, summed over layers
 MAXIMA = (MAX_LOGITS,)  # the maximum over microbatches; other outputs are summed
-
-
 ALIGNMENT = 8  # of the tokens of a folded row: matmuls on GPUs would pad each of their inputs
 
 
@@ -83,8 +81,7 @@ def join(first: jax.Array, second: jax.Array, axis: int, num_padding: int = 0) -
     return jnp.where(index < begin, pad(first, 0, end), pad(second, begin, num_padding))
 
 
-# Small float32 values by name: load_balance_loss, expert_load [X], indexer_loss, max_logits [H];
-# and "cache", the updated cache.
+# The outputs with the names above, and "cache", the updated cache.
 Aux = dict[str, Tree]
 
 
@@ -111,7 +108,7 @@ class LayerInputs:
     lengths: jax.Array | None = None  # [B], tokens of each row, if padding follows them
     # The adapter of each row [B], or of each token [B, S]; 0: none. See adapters.py.
     adapter_ids: jax.Array | None = None
-    # Whether layers report the output of attention (aux_names.ATTENTION_OUTPUT).
+    # Whether layers report the output of attention (ATTENTION_OUTPUT).
     reports_attention: bool = field(default=False, metadata={"static": True})
     repeat: jax.Array | int | None = None  # the index of the layer that is called in its stack
     # The rows of the batch are folded: `positions` and `segments` are [G, T].

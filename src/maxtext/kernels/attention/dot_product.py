@@ -1,9 +1,7 @@
-"""Attention as two einsums and a softmax, for every platform and request: the reference of the
-other back ends.
+"""Attention as two einsums and a softmax, for every platform and request, and its statistics.
 
-Shapes: B batch, S query length, T key length, H query heads, K key/value heads, G = H / K, D head
-dim, Dv head dim of values. Logits are [B, K, G, S, T], without G if it is 1, so this back end uses
-the most memory. Keys and values are never repeated.
+`run` is the reference of the other back ends. Logits are [B, K, G, S, T], without G if it is 1, so
+this back end uses the most memory. Keys and values are never repeated.
 
 Precision: matmuls accumulate in float32. The product of queries and keys is rounded to the dtype of
 the inputs, unless float32_logits keeps it in float32, or float32_product casts queries and keys to
@@ -11,12 +9,12 @@ float32 first (with the same result on hardware that multiplies bfloat16 exactly
 mask, softmax and sinks are always float32. The weights are rounded to the dtype of the values for
 the second matmul.
 
-Statistics of attention: its largest logits and its mean weights. They have no gradient.
+`max_logits` and `mean_weights` are statistics without a gradient. Both recompute the product of
+queries and keys, whatever back end attends, for a block of queries at a time: the logits of all
+queries never exist at once.
 
-Both recompute the product of queries and keys, whatever back end attends, for a block of queries at
-a time: the logits of all queries never exist at once.
-
-Shapes: B batch, S query length, T key length, H query heads.
+Shapes: B batch, S query length, T key length, H query heads, K key/value heads, G = H / K, D head
+dim, Dv head dim of values.
 """
 
 from collections.abc import Callable

@@ -1,12 +1,14 @@
-"""Boolean masks from positions, segments and selections, and queries that see no key.
+"""Dense masks of attention, queries that see no key, and computation by blocks of queries.
 
-Shapes: B batch, S query length, T key length, H query heads. A dense mask is [S, T] if all rows
-share it (an iota that XLA fuses into its consumer), [B, S, T] if positions or segments differ by
-row, [B, 1 or H, S, T] with a selection of keys, and None if every key is visible.
+`dense_mask` and `dense_head_mask` are booleans from positions, segments and selections of keys. A
+mask is [S, T] if all rows share it (an iota that XLA fuses into its consumer), [B, S, T] if
+positions or segments differ by row, [B, 1 or H, S, T] with a selection of keys, and None if every
+key is visible. `zero_fully_masked_queries` applies to queries that see no key.
 
-Map over blocks of queries, to bound the memory of arrays that are quadratic in the length.
+`map_queries` maps over blocks of queries, which bounds the memory of arrays that are quadratic in
+the length.
 
-Shapes: B batch, S query length.
+Shapes: B batch, S query length, T key length, H query heads.
 """
 
 from collections.abc import Callable

@@ -1,16 +1,14 @@
-"""The arguments of an attention call: the static request, and the arrays with their options.
-
-Shapes: B batch, S query length, T key length, H query heads, K key/value heads (H is a multiple of
-K), D head dim of queries and keys, Dv head dim of values.
+"""The arguments of an attention call: the static request, the arrays with options, and their check.
 
 `AttentionMask`, `BlockSizes` and `AttentionRequest` are static and hashable: a back end decides
 from an `AttentionRequest` alone whether it supports the call. `AttentionInputs` holds the arrays
 and options for the back end that runs it.
 
-Validation of the arguments of attention, before a kernel fails with an obscure message.
+`validate_inputs` checks shapes and dtypes, before a kernel fails with an obscure message, and sets
+defaults.
 
-Shapes: B batch, S query length, T key length, H query heads, K key/value heads, D head dim, Dv head
-dim of values.
+Shapes: B batch, S query length, T key length, H query heads, K key/value heads (H is a multiple of
+K), D head dim of queries and keys, Dv head dim of values.
 """
 
 from dataclasses import dataclass, replace
