@@ -1,21 +1,19 @@
-"""The interface of all tokenizers.
+"""The interface of all tokenizers, and the parts that several of them share.
 
-`encode` adds no special tokens; the input pipeline does. Any str can be encoded and any ids can be
-decoded without an error. A tokenizer is thread-safe. It can be pickled, and is then opened again
-from its file in the other process.
+`Tokenizer.encode` adds no special tokens; the input pipeline does. Any str can be encoded and any
+ids can be decoded without an error. A tokenizer is thread-safe. It can be pickled, and is then
+opened again from its file in the other process.
 
-Where a sequence of ids can be split without breaking a character, for incremental
-detokenization.
+A `BoundaryDetector` finds where a sequence of ids can be split without breaking a character, for
+incremental detokenization. It is called with each id of a sequence in turn, and returns True if the
+text of the ids so far is final: no later id can change it. A detector has state, so each sequence
+has its own.
 
-A boundary detector is called with each id of a sequence in turn. It returns True if the text of the
-ids so far is final: no later id can change it. A detector has state, so each sequence has its own.
-
-The files that Hugging Face puts next to a vocabulary: special tokens and the chat template.
-
-tokenizer_config.json, else special_tokens_map.json, names the special tokens. Chat templates are
-found as by transformers' AutoTokenizer: chat_template.jinja and additional_chat_templates/*.jinja,
-else an entry of tokenizer_config.json, which is a template or a list of templates with names. If
-there is none, chat_template.json of older processors has one.
+`read_tokenizer_config` and `read_chat_template` read the files that Hugging Face puts next to a
+vocabulary. tokenizer_config.json, else special_tokens_map.json, names the special tokens. Chat
+templates are looked up as by transformers' AutoTokenizer: chat_template.jinja and
+additional_chat_templates/*.jinja, else an entry of tokenizer_config.json, which is a template or a
+list of templates with names. If there is none, chat_template.json of older processors has one.
 """
 
 import codecs

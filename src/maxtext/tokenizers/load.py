@@ -1,11 +1,11 @@
-"""Open a tokenizer by its path, and check it against the model's vocabulary.
+"""Opens a tokenizer by its path, checks it against the model's vocabulary, and reads token bytes.
 
-A path is a file, a folder, `byte`, a repository on the Hugging Face Hub (org/name) or a tiktoken
-encoding (o200k_base). The kind of a tokenizer is detected from the content of its file and must
-agree with a tokenizer_type that the user sets. In a folder with several kinds tokenizer_type
-chooses; otherwise tokenizer.json comes first.
+`load_tokenizer` and `open_tokenizer` take a path: a file, a folder, `byte`, a repository on the
+Hugging Face Hub (org/name) or a tiktoken encoding (o200k_base). The kind of a tokenizer is detected
+from the content of its file and must agree with a tokenizer_type that the user sets. In a folder
+with several kinds tokenizer_type chooses; otherwise tokenizer.json comes first.
 
-The bytes that each token adds to a text.
+`text_bytes` returns the bytes that a token adds to a text, for a tokenizer of any kind.
 """
 
 from collections.abc import Callable, Iterable
