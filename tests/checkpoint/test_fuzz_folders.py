@@ -224,7 +224,7 @@ WRONG = {
         "num_hidden_layers is 1000000000, expected .* to 10,000",
     ),
     "layers of other lengths": ({"layer_types": ["full_attention"]}, "layer_types has 1 entries"),
-    "text for a switch": (
+    "text for a bool": (
         {"tie_word_embeddings": "no"},
         "tie_word_embeddings is .* expected true or false",
     ),

@@ -190,7 +190,7 @@ CASES = {
         ["normalization_layer_epsilon=.inf"],
         ["normalization_layer_epsilon=inf", "a number"],
     ),
-    "text for a switch": (
+    "text for a bool": (
         ["override_model_config=maybe"],
         ["override_model_config='maybe'", "true or false"],
     ),

@@ -228,7 +228,7 @@ def or_null(value: object) -> object:
     return value or None
 
 
-def switch(hf: str, key: str, default: bool = False) -> Field:
+def bool_field(hf: str, key: str, default: bool = False) -> Field:
     """An entry of true or false; null is false."""
     return Field(hf, key, default, to_native=bool)
 
@@ -259,8 +259,8 @@ def window_size(sliding_window: int | None) -> int:
     return sliding_window or 0
 
 
-ATTENTION_BIAS = switch("attention_bias", "attention_bias")
-MLP_BIAS = switch("mlp_bias", "mlp_bias")
+ATTENTION_BIAS = bool_field("attention_bias", "attention_bias")
+MLP_BIAS = bool_field("mlp_bias", "mlp_bias")
 EXPERT_DIMS = ("base_mlp_dim", "base_moe_mlp_dim")  # of families whose layers all have experts
 
 
@@ -317,5 +317,5 @@ def dense_fields(
         activation_field("hidden_act", hidden_act),
         *((epsilon,) if rms_norm_eps is not None else ()),
         Field("max_position_embeddings", "max_position_embeddings", max_position_embeddings),
-        switch("tie_word_embeddings", "logits_via_embedding", tie_word_embeddings),
+        bool_field("tie_word_embeddings", "logits_via_embedding", tie_word_embeddings),
     )

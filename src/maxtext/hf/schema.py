@@ -75,7 +75,7 @@ def per_layer(kind: Kind) -> Kind:
 
 NULL = Kind("null", lambda value: value is None)
 ZERO = Kind("0", lambda value: not isinstance(value, bool) and value == 0)
-SWITCH = Kind("true or false", lambda value: isinstance(value, bool))
+BOOL = Kind("true or false", lambda value: isinstance(value, bool))
 TEXT = Kind("text", lambda value: isinstance(value, str))
 OBJECT = Kind("an object", lambda value: isinstance(value, dict))
 SIZE, COUNT, LAYERS = integer(1), integer(0), integer(1, MAX_LAYERS)
@@ -99,8 +99,8 @@ TEXT_FIELDS = {
     **all_of(POSITIVE, "rms_norm_eps"),
     **all_of(POSITIVE | NULL, "rope_theta"),
     **all_of(FRACTION | NULL, "partial_rotary_factor"),
-    **all_of(SWITCH | NULL, "tie_word_embeddings", "attention_bias", "mlp_bias", "norm_topk_prob"),
-    **all_of(SWITCH | NULL, "use_qk_norm"),
+    **all_of(BOOL | NULL, "tie_word_embeddings", "attention_bias", "mlp_bias", "norm_topk_prob"),
+    **all_of(BOOL | NULL, "use_qk_norm"),
     **all_of(TEXT | NULL, "hidden_act", "hidden_activation"),
     "layer_types": per_layer(list_of(TEXT, "names") | NULL),
     **all_of(OBJECT | NULL, "rope_parameters", "rope_scaling"),
@@ -121,7 +121,7 @@ ROPE_FIELDS = {
     "factor": number(0, 1e9) | NULL,
     "original_max_position_embeddings": SIZE | NULL,
     "partial_rotary_factor": FRACTION | NULL,
-    "truncate": SWITCH | NULL,
+    "truncate": BOOL | NULL,
     **all_of(list_of(POSITIVE, "numbers") | NULL, "short_factor", "long_factor"),
 }  # fmt: skip
 GENERATION_FIELDS = {"eos_token_id": TOKENS}
@@ -144,7 +144,7 @@ def read_config(folder: Path, family_fields: Fields) -> Json:
         problems += text_problems(text, fields, "text_config.") + field_problems(
             hf_config, {"eos_token_id": TOKENS}
         )
-        problems += field_problems(hf_config, all_of(SWITCH | NULL, "tie_word_embeddings"))
+        problems += field_problems(hf_config, all_of(BOOL | NULL, "tie_word_embeddings"))
     elif text is None:
         problems += text_problems(hf_config, fields)
     refuse(path, problems)

@@ -1,10 +1,12 @@
-"""Which mapping a Hugging Face folder or a configuration uses, and config.json in both
-directions.
+"""The Hugging Face mapping of a folder or a configuration, config.json in both directions, and the
+comparison of configurations.
 
-Whether two configurations describe models that compute the same from the same weights.
+`mapping_of` chooses by the architecture in a config.json, `mapping_for` by the configuration of a
+model. `model_layer` reads a config.json, and `hf_config` writes one.
 
-Layers are compared by their specs, except for fields that choose how a result is computed and for
-those that only training uses (`layers.specs.IMPLEMENTATION`).
+`config_differences` tells whether two configurations describe models that compute the same from the
+same weights. Layers are compared by their specs, except for fields that choose how a result is
+computed and for those that only training uses (`layers.specs.IMPLEMENTATION`).
 """
 
 import math

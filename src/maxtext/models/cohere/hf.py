@@ -6,9 +6,9 @@ from maxtext.hf.config_json import (
     Field,
     HfMapping,
     LayerSpecs,
+    bool_field,
     dense_fields,
     dense_keys,
-    switch,
     window_field,
 )
 from maxtext.hf.layer_rules import HF_LAYER, attention_rules, mlp_rules, norm_rules, outer_rules
@@ -50,7 +50,7 @@ COHERE = HfMapping(
     keys=dense_keys("cohere"),
     fields=(
         *FIELDS,
-        switch("use_qk_norm", "use_qk_norm"),
+        bool_field("use_qk_norm", "use_qk_norm"),
         uniform_rope(rope_theta=500_000.0, interleave=True),
     ),
     rules=cohere_rules,

@@ -27,7 +27,7 @@ from maxtext.hf.layer_rules import (
 )
 from maxtext.hf.rope_parameters import required, rope_fields, rope_parameters, yarn_temperature
 from maxtext.hf.rules import TensorRule
-from maxtext.hf.schema import COUNT, NULL, POSITIVE, SIZE, SWITCH, TEXT, list_of, per_layer
+from maxtext.hf.schema import BOOL, COUNT, NULL, POSITIVE, SIZE, TEXT, list_of, per_layer
 from maxtext.models.hf_config import (
     first_rope,
     has_experts,
@@ -357,7 +357,7 @@ MAPPINGS = (
         "3",
         *experts3("num_local_experts"),
         FieldGroup(
-            (Field("rope_interleave", default=True, kind=SWITCH | NULL),),
+            (Field("rope_interleave", default=True, kind=BOOL | NULL),),
             write=lambda config, layers: {"rope_interleave": layers[0].attention.rope.interleave},
         ),
         positions=4096,

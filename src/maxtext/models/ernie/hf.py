@@ -4,7 +4,7 @@ from maxtext.configs.types import MaxTextConfig
 from maxtext.hf.config_json import Field, HfMapping, LayerSpecs, dense_fields, dense_keys
 from maxtext.hf.layer_rules import dense_rules
 from maxtext.hf.rules import TensorRule
-from maxtext.hf.schema import NULL, SWITCH
+from maxtext.hf.schema import BOOL, NULL
 from maxtext.models.hf_config import uniform_rope
 
 
@@ -29,9 +29,7 @@ ERNIE4_5 = HfMapping(
             rms_norm_eps=1e-5,
             tie_word_embeddings=True,
         ),
-        Field(
-            "use_bias", ("attention_bias", "mlp_bias"), False, to_native=bool, kind=SWITCH | NULL
-        ),
+        Field("use_bias", ("attention_bias", "mlp_bias"), False, to_native=bool, kind=BOOL | NULL),
         uniform_rope(interleave=True, rope_theta=500_000.0),
     ),
     rules=ernie4_5_rules,

@@ -32,7 +32,7 @@ from maxtext.hf.layer_rules import (
 )
 from maxtext.hf.rope_parameters import completed, rope_fields, with_outer_truncate
 from maxtext.hf.rules import TensorRule
-from maxtext.hf.schema import COUNT, LAYER_FIELDS, NULL, OBJECT, POSITIVE, SIZE, SWITCH
+from maxtext.hf.schema import BOOL, COUNT, LAYER_FIELDS, NULL, OBJECT, POSITIVE, SIZE
 from maxtext.models.hf_config import (
     every_nth,
     layer_kinds,
@@ -359,7 +359,7 @@ GEMMA4 = HfMapping(
                 Field("layer_types"),
                 Field("global_head_dim", default=512, kind=SIZE),
                 Field("num_global_key_value_heads", kind=SIZE | NULL),
-                Field("attention_k_eq_v", default=False, kind=SWITCH | NULL),
+                Field("attention_k_eq_v", default=False, kind=BOOL | NULL),
                 Field("per_layer_config", kind=OBJECT),
             ),
             read_gemma4_layers,
@@ -367,7 +367,7 @@ GEMMA4 = HfMapping(
         ),
         FieldGroup(
             (
-                Field("enable_moe_block", default=False, kind=SWITCH | NULL),
+                Field("enable_moe_block", default=False, kind=BOOL | NULL),
                 Field("num_experts"),
                 Field("top_k_experts", kind=SIZE | NULL),
                 Field("moe_intermediate_size"),

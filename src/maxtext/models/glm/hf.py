@@ -7,9 +7,9 @@ from maxtext.hf.config_json import (
     FieldGroup,
     HfMapping,
     LayerSpecs,
+    bool_field,
     dense_fields,
     dense_keys,
-    switch,
 )
 from maxtext.hf.layer_rules import (
     PRE_NORMS,
@@ -48,7 +48,7 @@ GLM4_MOE = HfMapping(
             rms_norm_eps=1e-5,
         ),
         ATTENTION_BIAS,
-        switch("use_qk_norm", "use_qk_norm"),
+        bool_field("use_qk_norm", "use_qk_norm"),
         uniform_rope(partial=True, partial_rotary_factor=0.5),
         *expert_fields(
             num_experts=128,
@@ -61,7 +61,7 @@ GLM4_MOE = HfMapping(
             chosen_groups=1,
             num_dense=1,
         ),
-        switch("norm_topk_prob", "norm_topk_prob", True),
+        bool_field("norm_topk_prob", "norm_topk_prob", True),
         FieldGroup(
             (Field("num_nextn_predict_layers"),),  # which transformers' model does not have
             write=lambda config, layers: {"num_nextn_predict_layers": config.mtp_num_layers},

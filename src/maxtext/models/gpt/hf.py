@@ -11,9 +11,9 @@ from maxtext.hf.config_json import (
     Json,
     LayerSpecs,
     ModelSettings,
+    bool_field,
     hf_activation,
     native_activation,
-    switch,
 )
 from maxtext.hf.rules import TensorRule
 from maxtext.hf.schema import LAYERS, NULL, POSITIVE, SIZE, TEXT
@@ -113,7 +113,7 @@ GPT2 = HfMapping(
             kind=TEXT | NULL,
         ),
         Field("layer_norm_epsilon", "normalization_layer_epsilon", 1e-5, kind=POSITIVE),
-        switch("tie_word_embeddings", "logits_via_embedding", True),
+        bool_field("tie_word_embeddings", "logits_via_embedding", True),
         FieldGroup(
             read=lambda entries: ModelSettings(
                 {"head_dim": entries["n_embd"] // entries["n_head"]}

@@ -6,10 +6,10 @@ from maxtext.hf.config_json import (
     Field,
     HfMapping,
     LayerSpecs,
+    bool_field,
     dense_fields,
     dense_keys,
     optional,
-    switch,
     window_field,
 )
 from maxtext.hf.layer_rules import (
@@ -79,7 +79,7 @@ GPT_OSS = HfMapping(
         Field(
             "swiglu_limit", "mlp_activations_limit", 7.0, to_native=optional, kind=POSITIVE | NULL
         ),
-        switch("attention_bias", "attention_bias", True),
+        bool_field("attention_bias", "attention_bias", True),
         window_field(128),
         layer_types(every_nth(2, "full")),
         uniform_rope(rope_theta=150_000.0),

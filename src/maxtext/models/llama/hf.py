@@ -10,10 +10,10 @@ from maxtext.hf.config_json import (
     Json,
     LayerSpecs,
     ModelSettings,
+    bool_field,
     dense_fields,
     dense_keys,
     or_zero,
-    switch,
 )
 from maxtext.hf.layer_rules import (
     HF_LAYER,
@@ -26,7 +26,7 @@ from maxtext.hf.layer_rules import (
     stacked_expert_rules,
 )
 from maxtext.hf.rules import TensorRule
-from maxtext.hf.schema import COUNT, NULL, POSITIVE, SIZE, SWITCH, list_of, per_layer
+from maxtext.hf.schema import BOOL, COUNT, NULL, POSITIVE, SIZE, list_of, per_layer
 from maxtext.models.hf_config import (
     LAYER_TYPES_FIELD,
     has_experts,
@@ -118,7 +118,7 @@ LLAMA4 = HfMapping(
         Field("intermediate_size_mlp", "base_mlp_dim", 16_384, kind=SIZE),
         Field("num_local_experts", "num_experts", 16),
         Field("num_experts_per_tok", "num_experts_per_tok", 1),
-        switch("use_qk_norm", "use_qk_norm", True),
+        bool_field("use_qk_norm", "use_qk_norm", True),
         Field(
             "attention_chunk_size",
             "chunk_attn_window_size",
@@ -132,7 +132,7 @@ LLAMA4 = HfMapping(
             "temperature_tuning",
             True,
             to_native=bool,
-            kind=SWITCH | COUNT | NULL,
+            kind=BOOL | COUNT | NULL,
         ),
         Field("attn_scale", "architecture.temperature_scale", 0.1, kind=POSITIVE),
         Field("floor_scale", "architecture.temperature_length", 8192, kind=SIZE),

@@ -12,9 +12,9 @@ from maxtext.hf.config_json import (
     LayerSpecs,
     ModelSettings,
     activation_field,
+    bool_field,
     dense_fields,
     dense_keys,
-    switch,
     window_size,
 )
 from maxtext.hf.layer_rules import (
@@ -29,7 +29,7 @@ from maxtext.hf.layer_rules import (
     outer_rules,
 )
 from maxtext.hf.rules import TensorRule
-from maxtext.hf.schema import COUNT, NULL, SIZE, SWITCH, list_of
+from maxtext.hf.schema import BOOL, COUNT, NULL, SIZE, list_of
 from maxtext.models.hf_config import (
     LAYER_TYPES_FIELD,
     every_nth,
@@ -170,7 +170,7 @@ WINDOW_FIELDS = (
         "use_sliding_window",
         default=False,
         from_layers=lambda config, layers: config.sliding_window_size > 0,
-        kind=SWITCH | NULL,
+        kind=BOOL | NULL,
     ),
     Field(
         "sliding_window",
@@ -305,7 +305,7 @@ QWEN3_MOE = HfMapping(
         uniform_rope(),
         WINDOW,
         *expert_fields(128, 8, dim=768, aliases=("num_local_experts",)),
-        switch("norm_topk_prob", "norm_topk_prob"),
+        bool_field("norm_topk_prob", "norm_topk_prob"),
         SPARSE_LAYERS,
     ),
     rules=qwen3_moe_rules,
@@ -328,7 +328,7 @@ QWEN3_NEXT = HfMapping(
         *DELTA_NET_FIELDS,
         *expert_fields(512, 10, dim=512),
         SHARED_EXPERT,
-        switch("norm_topk_prob", "norm_topk_prob", True),
+        bool_field("norm_topk_prob", "norm_topk_prob", True),
         SPARSE_LAYERS,
     ),
     rules=qwen3_next_rules,

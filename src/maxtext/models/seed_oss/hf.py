@@ -6,9 +6,9 @@ from maxtext.hf.config_json import (
     Field,
     HfMapping,
     LayerSpecs,
+    bool_field,
     dense_fields,
     dense_keys,
-    switch,
 )
 from maxtext.hf.layer_rules import dense_rules
 from maxtext.hf.rules import TensorRule
@@ -34,7 +34,7 @@ SEED_OSS = HfMapping(
             num_key_value_heads=8,
             head_dim=128,
         ),
-        switch("attention_bias", "attention_bias", True),
+        bool_field("attention_bias", "attention_bias", True),
         Field("attention_out_bias", supported=(False,)),
         MLP_BIAS,
         uniform_rope(),
