@@ -80,7 +80,7 @@ def section(title: str, keys: list[str]) -> str:
 
 
 def entry(key: str) -> str:
-    """The lines of a key: its value, with its meaning on the same line if there is room."""
+    """The lines of a key: its value, with its meaning on the same line if it fits."""
     declared = declaration(key)
     default = Settings.model_fields[key].get_default(call_default_factory=True)
     value = value_text(key, default if declared.base is None else declared.base)

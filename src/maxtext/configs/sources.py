@@ -2,10 +2,9 @@
 
 Every reader returns a Layer: key -> Setting, and a Setting knows where it was written.
 
-Settings as MaxText's post-training files and command lines spell them.
-
-A mapping `lora:`, `dpo:` or `rl:` groups keys that are flat here, and `lora.lora_rank=8` sets one
-of them on a command line. Some keys had or have other names.
+`flatten` converts the spellings of MaxText's post-training files and command lines. A mapping
+`lora:`, `dpo:` or `rl:` groups keys that are flat here, and `lora.lora_rank=8` sets one of them on
+a command line. Some keys had or have other names.
 """
 
 import difflib

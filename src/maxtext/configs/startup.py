@@ -1,8 +1,7 @@
-"""The keys that configure JAX for the whole process.
+"""Configures JAX for the whole process by the keys for it, and its persistent compilation cache.
 
-Every entry that compiles programs calls `configure_process`: commands, `LLM.load` and `tune.*`.
-
-The persistent cache of compiled programs.
+Every entry that compiles programs calls `configure_process`: commands, `LLM.load` and `tune.*`. It
+calls `use_compilation_cache`, which sets the folder of compiled programs.
 """
 
 import os

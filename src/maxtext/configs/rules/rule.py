@@ -50,7 +50,9 @@ class Rules(Generic[SubjectT]):
 
     def needs(self, key: str, subject: SubjectT) -> list[str]:
         """The requirements of a key, in words."""
-        return [words(requirement, subject) for requirement in self.requirements.get(key, ())]
+        return [
+            requirement_text(requirement, subject) for requirement in self.requirements.get(key, ())
+        ]
 
     def add(
         self, kind: ProblemKind, keys: Iterable[str], check: Callable[[str], CheckFunction]
@@ -88,7 +90,7 @@ class Rules(Generic[SubjectT]):
                     return None
                 value = getattr(settings, key)
                 shown = getattr(value, "value", value)
-                needed = words(requirement, subject)
+                needed = requirement_text(requirement, subject)
                 return f"{key}={shown} ({source}) would do nothing: it needs {needed}"
 
             return check
@@ -98,7 +100,7 @@ class Rules(Generic[SubjectT]):
             self.requirements.setdefault(key, []).append(requirement)
 
 
-def words(requirement: Requirement[SubjectT], subject: SubjectT) -> str:
+def requirement_text(requirement: Requirement[SubjectT], subject: SubjectT) -> str:
     return requirement if isinstance(requirement, str) else requirement(subject)
 
 

@@ -1,4 +1,6 @@
-"""The training loop, optimizers, and fine-tuning methods, except distillation."""
+"""Keys of training: the loop, optimizers, supervised and preference fine-tuning, reward models and
+adapters. Keys of reinforcement learning are in rl.py, those of distillation in distillation.py.
+"""
 
 from typing import Literal
 
@@ -237,12 +239,12 @@ class FineTuning(Group):
     use_sft: bool = key(
         False,
         "Supervised fine-tuning: rows are conversations, prompts and completions, or texts, "
-        "recognised by their columns, and targets that are not learned are masked",
+        "recognised by their columns, and targets that are not trained on are masked",
     )
     sft_train_on_completion_only: bool = key(
         False,
-        "Learn only from completions: the assistant's turns of a conversation; false = from "
-        "every token",
+        "Train only on completions: the assistant's turns of a conversation; false = on every "
+        "token",
         needs="use_sft",
     )
     formatting_func_path: str = key(
