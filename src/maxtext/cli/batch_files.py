@@ -1,12 +1,13 @@
-"""The two files of a batch job: requests, read one line at a time, and results, appended one
-complete line at a time.
+"""The files of a batch job, and the rows of a training batch as text for the terminal.
 
-A result carries the index of its line and a checksum of that line and of the settings that decide
-results. So a job that was stopped, in any way, knows from its results what is left, and a job whose
-requests or settings have changed is refused before it mixes results that do not belong together.
+`read_lines` reads requests, one line at a time, and a `ResultFile` appends results, one complete
+line at a time. A result carries the index of its line and a checksum of that line and of the
+settings that decide results. So a job that was stopped, in any way, knows from its results what is
+left, and a job whose requests or settings have changed is refused before it mixes results that do
+not belong together.
 
-The rows of a batch as decoded text for the terminal. In fine-tuning, tokens that are trained on
-have another colour or, if the output is no terminal, stand between ⟦ and ⟧.
+`segment_text` shows the decoded tokens of a row. In fine-tuning, tokens that are trained on have
+another colour or, if the output is no terminal, stand between ⟦ and ⟧.
 """
 
 import array

@@ -1,7 +1,7 @@
 """The `maxtext` command line: runs a command, and turns errors into messages and exit codes.
 
-Only the standard library is imported here, so that help is instant; the arguments are parsed by
-options.py, and the module of a command is imported when it runs.
+Only the standard library is imported here, so that help is instant. arguments.py parses the
+arguments by the rows of options.py, and the module of a command is imported when it runs.
 """
 
 import contextlib

@@ -1,15 +1,14 @@
-"""Batches from the data streams to the devices, for one process or many.
+"""Batches from the data streams to the devices, for one process or many, and their sizes.
 
-In a run of several processes each batch carries a stop flag from every process: CONTINUE, STOP (it
-was asked to stop, and will after the steps that are dispatched) or DATA_ENDED (it has no data for
-this step, which then changes nothing). The step all-reduces the flags with max and returns the
-result with its metrics, so all processes leave the loop after the same step without any other
-communication.
+`TrainDataLoader` returns the batch of each step. In a run of several processes it carries a stop
+flag from every process: CONTINUE, STOP (it was asked to stop, and will after the steps that are
+dispatched) or DATA_ENDED (it has no data for this step, which then changes nothing). The step
+all-reduces the flags with max and returns the result with its metrics, so all processes leave the
+loop after the same step without any other communication.
 
-How many rows a step trains on, and which keys say so.
-
-Ramp-up raises the global batch size by equal increments, and keeps each size until its share of the
-samples is used.
+`StepBatches` says how many rows a step of a training method trains on, and by which keys. Ramp-up
+(`batch_size_at`) raises the global batch size by equal increments, and keeps each size until its
+share of the samples is used.
 """
 
 import itertools

@@ -4,10 +4,12 @@ A loss over tokens is returned as a sum, to be divided by its token count, so th
 unequal token counts add up. Auxiliary losses of layers (load balance, indexer) are not divided by
 tokens.
 
-Functions of logits, computed for a part of the tokens of each row at a time.
+`map_tiles` and `sum_tiles` compute functions of logits for a part of the tokens of each row at a
+time, since the logits of a batch, [B, S, V], may not fit in memory. Arrays [B, S, ...] are split
+along the sequence into tiles [B, S / tiles, ...]. With more than one tile the backward pass
+recomputes each.
 
-The logits of a batch, [B, S, V], may not fit in memory. Arrays [B, S, ...] are split along the
-sequence into tiles [B, S / tiles, ...]. With more than one tile the backward pass recomputes each.
+Shapes: B batch, S sequence, E embed_dim, V vocabulary.
 """
 
 import math

@@ -1,14 +1,14 @@
-"""The objective of a train step, an object that the step does not look into.
+"""The objective of a train step: `Objective`, an object that the step does not look into, and its
+implementations that several methods share.
 
 A method (pre-training and SFT, preferences, distillation) is an `Objective`. Its losses are sums
 over tokens, rows or pairs of a microbatch; `counts` are their divisors over the whole batch. So the
 sums of microbatches add up to the loss of the batch, whatever tokens each of them has.
 
-What objectives of a policy and a reference share (DPO, GRPO).
-
-The reference is the policy as it was at step 0: a frozen copy of its weights, in the compute dtype
-where the model casts them to it (`Template.cast`), so that both compute the same; with adapters the
-base, or the base and the adapter that training started from.
+`PolicyObjective` is the base of objectives of a policy and a reference (DPO, GRPO). The reference
+is the policy as it was at step 0: a frozen copy of its weights, in the compute dtype where the
+model casts them to it (`Template.cast`), so that both compute the same; with adapters the base, or
+the base and the adapter that training started from.
 """
 
 import math

@@ -1,12 +1,11 @@
 """The train step and the eval step: pure functions, each under one jit.
 
-`train_step(state, batch, key) -> (state, metrics)`. A batch may be split into microbatches whose
-gradients are accumulated. The loss is the sum over all target tokens divided by their number, so
-the split does not change the update.
+`make_train_step` returns `train_step(state, batch, key) -> (state, metrics)`. A batch may be split
+into microbatches whose gradients are accumulated. The loss is the sum over all target tokens
+divided by their number, so the split does not change the update.
 
-Changes to weights besides the optimizer's update, from the auxiliary outputs of the layers.
-
-The auxiliary outputs form a tree like that of the weights: [layers, ...] for a stacked block.
+`after_update` changes weights besides the optimizer's update, by the auxiliary outputs of the
+layers. These form a tree like that of the weights: [layers, ...] for a stacked block.
 """
 
 from collections.abc import Callable

@@ -1,5 +1,8 @@
-"""Where a run starts: its own newest checkpoint, else load_full_state_path or load_parameters_path,
-else random weights.
+"""Finds where a run starts, restores its state, and moves the data iterator to its position.
+
+The state is that of the run's own newest checkpoint, else of load_full_state_path, else the weights
+of load_parameters_path, else random weights. With the first two, the iterator continues after the
+batches that the checkpoint has seen; otherwise it starts at the first one.
 
 A checkpoint may come from another mesh, another number of processes, other dtypes, and from layers
 scanned or unrolled. Arrays are read straight into this run's shards. A checkpoint of another model

@@ -1,16 +1,16 @@
-"""Ahead-of-time compiled train steps in files: `maxtext compile` writes them, training loads them.
+"""Ahead-of-time compiled train steps in files, and the cache of the compiled steps of a run.
 
-A file is one line of JSON, which describes the program, followed by the executable. Training lowers
-its own step and runs a loaded one only if the two programs are textually identical; otherwise it
-reports what differs. The executable is unpickled: load only files that you trust.
+`save` and `load` are for files: `maxtext compile` writes them, training loads them. A file is one
+line of JSON, which describes the program, followed by the executable. Training lowers its own step
+and runs a loaded one only if the two programs are textually identical; otherwise it reports what
+differs. The executable is unpickled: load only files that you trust.
 
-A cache of compiled train steps, by batch size, by the number of segments in a row, and by the
-tokens that rows of rollouts share.
-
-Ramp-up changes the batch size. On one GPU, attention over packed rows is faster if the step knows a
-bound on the segments (documents) of a row. So segment counts are rounded up to buckets, and a batch
-runs the program of the smallest bucket that holds it. The choice depends on nothing but the batch.
-With max_segments_per_seq there is one program, unless the data exceeds that bound.
+`StepCache` holds compiled steps by batch size, by the number of segments in a row, and by the
+tokens that rows of rollouts share. Ramp-up changes the batch size. On one GPU, attention over
+packed rows is faster if the step knows a bound on the segments (documents) of a row. So segment
+counts are rounded up to buckets, and a batch runs the program of the smallest bucket that holds it.
+The choice depends on nothing but the batch. With max_segments_per_seq there is one program, unless
+the data exceeds that bound.
 """
 
 import hashlib

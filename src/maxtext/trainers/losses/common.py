@@ -1,10 +1,10 @@
-"""Functions that all losses share: sums under a mask, in float32, and checks of options.
+"""Functions that all losses share, and the loss of supervised fine-tuning.
 
-Log-probabilities of target tokens, and entropies of the distributions over tokens.
+`masked_sum` sums in float32, `logps` computes log-probabilities of target tokens, and `entropies`
+the entropies of the distributions over tokens. `check_choice` checks an option. `sft` is a loss of
+the same form as those in the other files.
 
 Shapes: B batch, T tokens, V vocabulary.
-
-The loss of supervised fine-tuning has the same form.
 """
 
 from collections.abc import Collection

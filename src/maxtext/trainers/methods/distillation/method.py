@@ -1,4 +1,4 @@
-"""Distillation as methods: from a teacher that runs beside the student, on policy from completions
+"""Distillation as methods: from a teacher that runs with the student, on policy from completions
 that the student samples (GKD), and from logits that a teacher wrote earlier."""
 
 from typing import TYPE_CHECKING

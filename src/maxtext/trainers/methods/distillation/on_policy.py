@@ -114,8 +114,8 @@ def prompt_lengths(batch: Batch) -> np.ndarray:
 def completion_requests(
     config: MaxTextConfig, batch: Batch, step: int, stop_token_ids: tuple[int, ...]
 ) -> dict[int, GenerationRequest]:
-    """A request for each row, by its index. Rows without a completion, and prompts that leave no
-    room for one, have none."""
+    """A request for each row, by its index. Rows without a completion, and prompts that fill
+    their row, have none."""
     requests = {}
     for row, length in enumerate(prompt_lengths(batch).tolist()):
         max_new_tokens = min(config.gkd_max_new_tokens, config.max_target_length - length)

@@ -1,6 +1,7 @@
-"""The teacher of distillation: its configuration, and its weights in their shards.
+"""The teacher of distillation: its configuration, its weights in their shards, and its features.
 
-Features of distillation: the outputs of the attention of each layer.
+`pop_features` takes the features, which are the outputs of the attention of each layer, from the
+auxiliary outputs of a model.
 
 Shapes: L layers, B batch, S sequence, D features.
 """

@@ -185,7 +185,7 @@ class RewardWatch:
         else:
             problem = "the completions of every prompt have equal rewards, so all advantages are 0"
         LOGGER.warning(
-            "nothing was learned in %d steps in a row: %s; look at rollouts.jsonl "
+            "the rewards of %d steps in a row give no gradient: %s; look at rollouts.jsonl "
             "and at the reward functions",
             self.steps,
             problem,

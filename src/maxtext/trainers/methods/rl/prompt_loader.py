@@ -1,8 +1,9 @@
-"""The prompts of each step of reinforcement learning. num_iterations steps share their prompts.
+"""The prompts of each step of reinforcement learning, and the tokens that their completions share.
 
-Tokens of prompts that an update computes once for all completions of a group.
+`PromptLoader` loads prompts. num_iterations steps have the same ones.
 
-Every length is a compiled program, so there are few: multiples of an eighth of
+`shared_prefix` says how many tokens of the prompts an update computes once for all completions of a
+group. Every length is a compiled program, so there are few: multiples of an eighth of
 max_prefill_predict_length, less one, since the output of a prompt's last token predicts the first
 of each completion. The choice depends on nothing but the batch, so that a resumed run computes the
 same bits.
@@ -73,10 +74,6 @@ def group_microbatches(fields: dict[str, np.ndarray], microbatches: int) -> dict
     row b goes to microbatch b % microbatches (see step.py)."""
     order = np.arange(len(next(iter(fields.values())))).reshape(microbatches, -1).T.ravel()
     return {name: field[order] for name, field in fields.items()}
-
-
-if TYPE_CHECKING:
-    from maxtext.trainers.run_context import RunContext
 
 
 class Lookahead(BatchIterator):

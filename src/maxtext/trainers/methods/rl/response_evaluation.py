@@ -1,11 +1,12 @@
-"""Evaluation by sampling: responses to problems, and how many of them are correct.
+"""Evaluation by sampling: responses to problems, how many of them are correct, and the hook that
+evaluates a policy so.
 
-Every problem gets num_eval_passes responses, eval_batch_size problems at a time. Their seeds depend
-on data_shuffle_seed, the problem and the number of the response, so that neither other problems nor
-the number of slots change a text.
+`evaluate_responses` samples and grades. Every problem gets num_eval_passes responses,
+eval_batch_size problems at a time. Their seeds depend on data_shuffle_seed, the problem and the
+number of the response, so that neither other problems nor the number of slots change a text.
 
-The hook that evaluates a policy by sampling: before the first step, every eval_interval steps
-from eval_start_step on, and after the last step.
+`EvaluateResponses` is the hook: it evaluates before the first step, every eval_interval steps from
+eval_start_step on, and after the last step.
 """
 
 import json

@@ -55,7 +55,7 @@ class WeightSync:
 
 def check_synced(trainer_weights: Tree, sampler_weights: Tree) -> None:
     """Raise UserError if the sampler has other tensors than the trainer, or other values in one:
-    silent failures of weight synchronization teach from the samples of another policy."""
+    otherwise the policy would train on samples of stale weights."""
     expected, actual = (
         dict(jax.tree.leaves_with_path(tree)) for tree in (trainer_weights, sampler_weights)
     )

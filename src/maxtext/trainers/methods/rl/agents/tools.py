@@ -1,14 +1,13 @@
-"""Tools: Python functions that a model calls in its turns.
+"""Tools: Python functions that a model calls in its turns, and their JSON schemas.
 
-Functions may be async. The calls of a turn run at the same time, each in a thread of its own. An
-exception, a call that does not fit the function, and one that takes too long become the text of the
-result, so that the model can react.
+`Tools` runs calls. Functions may be async. The calls of a turn run at the same time, each in a
+thread of its own. An exception, a call that does not fit the function, and one that takes too long
+become the text of the result, so that the model can react.
 
-The JSON schema of a Python function, from its type hints and its docstring.
-
-A docstring has a description, and in a section `Args:` a line `name: description` for each
-argument, which may end in `(choices: ["a", "b"])`. The schemas are those of `get_json_schema` of
-transformers, which chat templates expect.
+`function_schema` reads the schema of a function from its type hints and its docstring. A docstring
+has a description, and in a section `Args:` a line `name: description` for each argument, which may
+end in `(choices: ["a", "b"])`. The schemas are those of `get_json_schema` of transformers, which
+chat templates expect.
 """
 
 import asyncio
