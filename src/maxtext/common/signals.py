@@ -193,7 +193,7 @@ class Watchdog:
         while data := os.read(self.read_end, 1):
             number = data[0]
             if number not in SIGNALS or signal.getsignal(number) != self.on_signal:
-                continue  # another handler has replaced ours
+                continue  # another handler has replaced this one
             self.count += 1
             if self.count == 1:
                 threading.Thread(target=self.follow, args=(number,), daemon=True).start()

@@ -26,8 +26,8 @@ SCALED_BY_LENGTH = ("llama3", "yarn", "longrope")
 def rope_parameters(entries: Json) -> Json:
     """RoPE parameters of a model whose layers all have the same RoPE.
 
-    rope_scaling, unless it is empty, replaces rope_parameters, and the entries beside them fill
-    what is left out. Raises UserError for parameters by kind of layer.
+    rope_scaling, unless it is empty, replaces rope_parameters, and the entries next to them
+    fill what is left out. Raises UserError for parameters by kind of layer.
     """
     parameters = dict(entries["rope_scaling"] or entries["rope_parameters"] or {})
     nested = [name for name, value in parameters.items() if isinstance(value, dict)]
@@ -55,7 +55,7 @@ def rope_parameters_by_kind(entries: Json, local_theta: float) -> dict[str, Json
 
 
 def with_outer_truncate(parameters: Json, outer: Json) -> Json:
-    """transformers reads YaRN's truncate beside the kinds of layers, not in them."""
+    """transformers reads YaRN's truncate next to the kinds of layers, not in them."""
     return parameters | {"truncate": outer.get("truncate", True)}
 
 

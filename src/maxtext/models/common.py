@@ -145,7 +145,9 @@ def attention_mask(config: MaxTextConfig, kind: str | None = None) -> AttentionM
 
 
 def attention_spec(config: MaxTextConfig, kind: str | None = None, **changes: Any) -> AttentionSpec:
-    learned = config.trainable_position_size > 0 or config.use_untrainable_positional_embedding
+    embeds_positions = (
+        config.trainable_position_size > 0 or config.use_untrainable_positional_embedding
+    )
     spec = AttentionSpec(
         query_heads=config.num_query_heads,
         kv_heads=config.num_kv_heads,
@@ -167,7 +169,7 @@ def attention_spec(config: MaxTextConfig, kind: str | None = None, **changes: An
         requires_paged_kernel=config.use_ragged_attention,
         paged_kernel_block=config.ragged_block_size if config.use_ragged_attention else None,
     )
-    return replace(spec, **(changes | ({"rope": None} if learned else {})))
+    return replace(spec, **(changes | ({"rope": None} if embeds_positions else {})))
 
 
 def backend(config: MaxTextConfig) -> str:

@@ -125,7 +125,7 @@ def rope_entries(layers: LayerSpecs, default: Json | None = None) -> Json:
     for spec, layer_type in zip(layers, layer_types_entry(layers), strict=True):
         entries.setdefault(layer_type, rope_entry(spec.attention.rope))
     default = default or next(iter(entries.values()))
-    # transformers reads truncate beside the kinds of layers.
+    # transformers reads truncate next to the kinds of layers.
     truncate = {entry.pop("truncate") for entry in entries.values() if "truncate" in entry}
     return {
         **{kind: entries.get(kind, default) for kind in ("full_attention", "sliding_attention")},

@@ -22,14 +22,14 @@ def inert_unless(condition: Condition, requirement: Requirement, *keys: str) -> 
     holds.
     """
 
-    def words(model: Capabilities) -> str:
+    def requirement_text(model: Capabilities) -> str:
         text = requirement if isinstance(requirement, str) else requirement(model)
         text = text.replace("{block}", model.config.decoder_block.value)
         if "{blocks}" not in text:
             return text
         return text.replace("{blocks}", describe_blocks(decoder_blocks(model.config, condition)))
 
-    LAYER_RULES.inert_unless(condition, words, *keys)
+    LAYER_RULES.inert_unless(condition, requirement_text, *keys)
 
 
 def inert_unless_layers_depend(

@@ -84,10 +84,10 @@ class Transformer(nnx.Module):
             config.use_iota_embed,
             cast_to=self.dtype if uses_one_dtype else None,
         )
-        learned = config.trainable_position_size
+        num_positions = config.trainable_position_size
         self.positions = (
-            Positions(initializer.child("positions"), learned, self.embed_dim, self.dtype)
-            if learned > 0
+            Positions(initializer.child("positions"), num_positions, self.embed_dim, self.dtype)
+            if num_positions > 0
             else None
         )
         stacks, first = [], 0
@@ -184,14 +184,18 @@ class Transformer(nnx.Module):
         return self.final_norm(x if self.streams == 1 else collapse(x)), after
 
     def enter(
-        self, embedder: Embedding, positions: Positions | None, ids: jax.Array, places: jax.Array
+        self,
+        embedder: Embedding,
+        position_embedding: Positions | None,
+        ids: jax.Array,
+        positions: jax.Array,
     ) -> jax.Array:
         """The input of the first layer."""
         x = self.scaled(embedder(ids))
-        if positions is not None:
-            x = x + positions(places)
+        if position_embedding is not None:
+            x = x + position_embedding(positions)
         if self.fixed_positions:
-            x = x + sinusoids(places, self.embed_dim, self.dtype)
+            x = x + sinusoids(positions, self.embed_dim, self.dtype)
         return x if self.streams == 1 else expand(x, self.streams)
 
     def embed(self, ids: jax.Array) -> jax.Array:

@@ -375,7 +375,7 @@ class CompletionsWriter:
         return b"".join([head, b",".join(choices), b"],", last])
 
     def encode_choice(self, index: int, completions: dict[int, Completion], extras: Json) -> bytes:
-        """A choice of the whole response. Adds the fields beside the choices to `extras`."""
+        """A choice of the whole response. Adds the response's other fields to `extras`."""
         formatter = self.formatters[index]
         first = completions[index - index % self.request.num_choices]
         choice = formatter.choice(completions[index], first.prompt_logprobs)

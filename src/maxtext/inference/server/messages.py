@@ -58,7 +58,7 @@ class Message(NamedTuple):
     """
 
     role: str
-    content: str | None  # None beside calls
+    content: str | None  # None: tool calls only
     fields: Json
     reasoning: str | None = None
     tool_calls: tuple[ToolCall, ...] = ()
