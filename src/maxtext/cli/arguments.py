@@ -1,8 +1,8 @@
 """The command line as data: an `Option` is a row, from which parsing, `--help`, completion and "did
 you mean" follow. options.py has the rows, commands.py the commands.
 
-Words that are not options stay in their order; positionals.py reads them. Only the standard library
-is imported here, so that help is instant.
+Arguments that are not options stay in their order; positionals.py reads them. Only the standard
+library is imported here, so that help is instant.
 """
 
 import difflib
@@ -115,19 +115,19 @@ class Option:
         return value
 
 
-Row = tuple[str, str]  # of --help: (a word, key=value or option, what it means)
+Row = tuple[str, str]  # of --help: (an argument, key=value or option, what it means)
 
 
 @dataclass(frozen=True)
 class Form:
     """A task of a command, such as `maxtext data inspect`, or all of a command that has none."""
 
-    words: str = FILE_AND_OVERRIDES  # what it takes besides options
+    args: str = FILE_AND_OVERRIDES  # what it takes besides options, for a line of usage
     options: tuple[Option, ...] = ()
     help: str = ""
     rows: str = ""  # of --help, before those of the options: see `read_rows`
     module: str = ""  # of cli/; default: that of the command
-    ends_with_text: bool = False  # all after the first word is text, not options
+    ends_with_text: bool = False  # all after the first argument is text, not options
 
     def find(self, name: str) -> Option | None:
         name = re.sub("_", "-", name) if name.startswith("--") else name
@@ -137,8 +137,8 @@ class Form:
     def usage(self, command: str) -> str:
         shown = [option for option in self.options if option.help]
         names = [option.usage if option.is_required else f"[{option.usage}]" for option in shown]
-        words, dashes, rest = self.words.partition("-- ")
-        parts = [command, words, *(["[options]"] if len(shown) > MAX_USAGE_OPTIONS else names)]
+        args, dashes, rest = self.args.partition("-- ")
+        parts = [command, args, *(["[options]"] if len(shown) > MAX_USAGE_OPTIONS else names)]
         return " ".join(part.strip() for part in [*parts, dashes + rest] if part)
 
 
@@ -152,12 +152,12 @@ class Command:
 
 @dataclass
 class Arguments:
-    """The words after `maxtext`, with the options taken out."""
+    """The arguments after `maxtext`, with the options taken out."""
 
     command: str
     form: Form
     task: str = ""  # the name of the form
-    words: list[str] = field(default_factory=list)
+    args: list[str] = field(default_factory=list)  # positional ones, and key=value overrides
     settings: list[str] = field(default_factory=list)  # key=value that options stand for
     rest: list[str] = field(default_factory=list)  # after `--`
     values: Json = field(default_factory=dict)  # of the options that are given
@@ -184,9 +184,9 @@ class Arguments:
         return self.form.module or self.command.replace("-", "_")
 
     @property
-    def all_words(self) -> list[str]:
-        """The words, and the key=value overrides that options stand for."""
-        return [*self.words, *self.settings]
+    def all_args(self) -> list[str]:
+        """`args`, and the key=value overrides that options stand for."""
+        return [*self.args, *self.settings]
 
 
 def parse(name: str, command: Command, args: list[str]) -> Arguments:
@@ -196,17 +196,17 @@ def parse(name: str, command: Command, args: list[str]) -> Arguments:
     parsed = Arguments(name, form, task)
     while args:
         arg = args.pop(0)
-        is_text = form.ends_with_text and parsed.words and form.find(arg) is None
-        if arg == "--" and "-- " in form.words:
+        is_text = form.ends_with_text and parsed.args and form.find(arg) is None
+        if arg == "--" and "-- " in form.args:
             parsed.rest, args = args, []
         elif arg.startswith("-") and not is_text:
             take_option(parsed, command, arg, args)
         else:
             if not is_text and REMOTE.match(arg):
                 raise ConfigError(f"{arg!r} {path_problem(arg)}")
-            parsed.words.append(arg)
+            parsed.args.append(arg)
     check_options(parsed)
-    check_words(parsed)
+    check_number(parsed)
     return parsed
 
 
@@ -219,7 +219,7 @@ def choose_form(name: str, command: Command, args: list[str]) -> tuple[str, list
     if args and args[0] in forms and args[0]:
         return args[0], args[1:]
     if "" in forms:
-        # A word that is almost a task is neither a preset nor a file.
+        # An argument that is almost a task is neither a preset nor a file.
         near = difflib.get_close_matches("".join(args[:1]), [*filter(None, forms)], 1, 0.8)
         if near and not os.path.exists(args[0]):
             hint = f"did you mean {near[0]}?"
@@ -293,7 +293,7 @@ def unknown_option(parsed: Arguments, command: Command, arg: str) -> ConfigError
     if hint := sources.suggest(flag.lstrip("-"), names):
         near = re.sub(r"[\w-]+", lambda name: names.get(name[0], name[0]), hint)
         return ConfigError(f"unknown option {arg!r}{near}")
-    hint = "; settings are written key=value, without dashes" if "=" in parsed.form.words else ""
+    hint = "; settings are written key=value, without dashes" if "=" in parsed.form.args else ""
     hint = hint or f"; `maxtext {parsed.command} --help` lists the options"
     return ConfigError(f"unknown option {arg!r}{hint}")
 
@@ -313,17 +313,17 @@ def check_options(parsed: Arguments) -> None:
                 raise ConfigError(f"{option.name} and {name} exclude each other: leave one out")
 
 
-def check_words(parsed: Arguments) -> None:
-    """Raise ConfigError for too few or too many words, where their number is fixed."""
-    form, words = parsed.form, parsed.words
-    if "..." in form.words or "=" in form.words:
+def check_number(parsed: Arguments) -> None:
+    """Raise ConfigError for too few or too many arguments, where their number is fixed."""
+    form, args = parsed.form, parsed.args
+    if "..." in form.args or "=" in form.args:
         return
-    names = form.words.split()
+    names = form.args.split()
     required = [name for name in names if not name.startswith("[")]
-    if len(words) < len(required):
-        raise ConfigError(f"{required[len(words)]} is missing: {parsed.usage}")
-    if len(words) > len(names):
-        raise ConfigError(f"unknown argument {words[len(names)]!r}: {parsed.usage}")
+    if len(args) < len(required):
+        raise ConfigError(f"{required[len(args)]} is missing: {parsed.usage}")
+    if len(args) > len(names):
+        raise ConfigError(f"unknown argument {args[len(names)]!r}: {parsed.usage}")
 
 
 def command_help(name: str, command: Command) -> str:

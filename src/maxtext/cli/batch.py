@@ -166,16 +166,16 @@ OTHERS_USELESS = {key: USELESS[key] for key in USELESS.keys() - {"load_parameter
 
 def run(arguments: Arguments) -> int:
     path, overwrite = arguments["--model"], arguments["--overwrite"]
-    words, overrides = positionals.split_words(arguments.all_words)
-    if path is None and len(words) == 3:
-        path = words.pop(0)
-    if len(words) != 2:
+    positional_args, overrides = positionals.split_overrides(arguments.all_args)
+    if path is None and len(positional_args) == 3:
+        path = positional_args.pop(0)
+    if len(positional_args) != 2:
         raise ConfigError(
             "name a model and two files: maxtext batch MODEL IN.jsonl OUT.jsonl [--adapter DIR] "
             "[--overwrite] [key=value ...]"
         )
     named = path or model_path("maxtext batch MODEL IN.jsonl OUT.jsonl", None, overrides)
-    requests, out = map(local_path, words)
+    requests, out = map(local_path, positional_args)
     check_files(requests, out)
     model = resolve_model(newest_step(named), None, overrides)
     refuse_useless(model.config, "batch", USELESS if path else OTHERS_USELESS)

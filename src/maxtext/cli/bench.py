@@ -32,7 +32,7 @@ PROMPT_INDICES = itertools.count()
 
 
 def run(arguments: Arguments) -> int:
-    file, overrides = positionals.split(arguments.all_words, data=None)
+    file, overrides = positionals.split(arguments.all_args, data=None)
     model = resolve_named_model("maxtext bench inference MODEL", file, overrides)
     config = model.config
     lengths = prompt_lengths(config)

@@ -76,7 +76,7 @@ def run(arguments: Arguments) -> int:
 
 def load_conversation(arguments: Arguments) -> Conversation:
     """A conversation with a model that is loaded here."""
-    file, overrides = positionals.split(arguments.all_words, data=None, presets=False)
+    file, overrides = positionals.split(arguments.all_args, data=None, presets=False)
     model = resolve_named_model(USAGE, file, overrides)
     refuse_useless(model.config, "chat", USELESS)
     session = load_session(model)

@@ -1,5 +1,5 @@
-"""The commands of `maxtext`: summary, example, tasks, and the words that they take. Their options
-are rows of options.py.
+"""The commands of `maxtext`: summary, example, tasks, and the arguments that they take. Their
+options are rows of options.py.
 """
 
 from maxtext.cli import options
@@ -17,7 +17,7 @@ DATA = """\
 DATA   files, folders or globs, whose format follows from their names, such as .jsonl, .parquet or
        .txt; or org/name of a dataset of the Hub
 """
-TRAINING_WORDS = "[FILE] [MODEL] [DATA ...] [key=value ...]"
+TRAINING_ARGS = "[FILE] [MODEL] [DATA ...] [key=value ...]"
 # Methods of training are `maxtext train` with the preset of the command's name.
 FINE_TUNING = f"""\
 {MODEL}{DATA}\
@@ -26,8 +26,8 @@ FILE  default: the preset of the command's name
 """
 
 
-def method(rows: str = FINE_TUNING, words: str = TRAINING_WORDS) -> dict[str, Form]:
-    return {"": Form(words, (options.FORCE,), rows=rows, module="train")}
+def method(rows: str = FINE_TUNING, args: str = TRAINING_ARGS) -> dict[str, Form]:
+    return {"": Form(args, (options.FORCE,), rows=rows, module="train")}
 
 
 COMMANDS = {
@@ -86,7 +86,7 @@ loss_algo=gspo-token  ratios per sequence instead of per token
         "maxtext evaluate ~/models/Qwen3-0.6B problems.jsonl num_eval_passes=8",
         {
             "": Form(
-                TRAINING_WORDS,
+                TRAINING_ARGS,
                 options.EVALUATE,
                 rows=f"""\
 {MODEL}\
@@ -106,7 +106,7 @@ FILE  default: the preset evaluate; the file of a grpo run also works
         "maxtext distill-logits --top-k 128 logits ~/models/Qwen3-8B texts.jsonl",
         {
             "": Form(
-                f"OUT {TRAINING_WORDS}",
+                f"OUT {TRAINING_ARGS}",
                 options.DISTILL_LOGITS,
                 rows="""\
 OUT  a new folder, or one to continue
@@ -372,7 +372,7 @@ compile_topology_num_slices=1  number of slices of the target
         {
             **{shell: Form("") for shell in ("bash", "zsh", "fish")},
             "candidates": Form(
-                "[WORD ...]", help="print the completions of the last word", ends_with_text=True
+                "[ARG ...]", help="print the completions of the last argument", ends_with_text=True
             ),
         },
         takes_file=False,

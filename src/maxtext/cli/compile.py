@@ -23,7 +23,7 @@ from maxtext.trainers.configuration import load_run
 
 
 def run(arguments: Arguments) -> int:
-    path, overrides = positionals.split(arguments.all_words)
+    path, overrides = positionals.split(arguments.all_args)
     config, target = load_for_target(path, overrides)
     if not config.compiled_trainstep_file:
         raise ConfigError("maxtext compile needs a file to write: set compiled_trainstep_file=FILE")

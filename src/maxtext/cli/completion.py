@@ -1,7 +1,7 @@
 """`maxtext completion bash|zsh|fish`: prints a script for the shell, which asks this program
-for the words that may follow.
+for the arguments that may follow.
 
-`maxtext completion candidates WORD ...` prints them, for the last word. Only the standard library
+`maxtext completion candidates ARG ...` prints them, for the last one. Only the standard library
 is imported, except for the values of a key, since a shell waits.
 """
 
@@ -61,16 +61,16 @@ SHELLS = {"bash": BASH, "zsh": ZSH, "fish": FISH}
 
 def run(arguments: Arguments) -> int:
     if arguments.task == "candidates":
-        for candidate in candidates(arguments.words or [""]):
+        for candidate in candidates(arguments.args or [""]):
             print(candidate)
     else:
         print(SHELLS[arguments.task].strip())
     return 0
 
 
-def candidates(words: list[str]) -> list[str]:
-    """The words that the last one may become, after those before it."""
-    *before, current = words
+def candidates(args: list[str]) -> list[str]:
+    """The arguments that the last one may become, after those before it."""
+    *before, current = args
     if not before:
         names = list(COMMANDS)
     elif before[0] not in COMMANDS:
@@ -98,7 +98,7 @@ def options(command: str, task: str = "") -> list[str]:
 
 
 def option_choices(before: list[str]) -> list[str]:
-    """The values of the option that is the last word."""
+    """The values of the option that is the last argument."""
     forms = COMMANDS[before[0]].forms
     rows = [row for form in forms.values() if (row := form.find(before[-1])) is not None]
     return list(rows[0].type.choices) if rows else []

@@ -14,13 +14,13 @@ from maxtext.configs.types import GROUPS, DerivedValues, MaxTextConfig, declarat
 
 def run(arguments: Arguments) -> int:
     if arguments.task == "explain":
-        return explain(arguments.words)
+        return explain(arguments.args)
     if arguments.task == "status":
         return status()
     from maxtext.models.configuration import load
 
     style = arguments["--format"]
-    path, overrides = positionals.split(arguments.all_words)
+    path, overrides = positionals.split(arguments.all_args)
     config = load(path, overrides)
     keys = changed_keys(config) if arguments["--changed"] else serialize.KEYS_IN_ORDER
     if style == "json":

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from maxtext.cli.arguments import Arguments
 from maxtext.cli.generation import GenerationSession, note
-from maxtext.cli.positionals import split_words
+from maxtext.cli.positionals import split_overrides
 from maxtext.common import progress
 from maxtext.common.errors import ConfigError
 from maxtext.common.types import Json
@@ -124,7 +124,7 @@ def connect(arguments: Arguments) -> "ServerConversation":
     has no such model.
     """
     url, model = arguments["--server"], arguments["--model"]
-    fields = parse_fields(arguments.words)
+    fields = parse_fields(arguments.args)
     client = ApiClient(url, Target.from_url(url, arguments["--api-key"], option="--server"))
     try:
         names = client.model_names()
@@ -142,11 +142,11 @@ def connect(arguments: Arguments) -> "ServerConversation":
 
 def parse_fields(args: list[str]) -> Json:
     """key=value arguments as fields of requests; values are JSON, or else texts."""
-    words, settings = split_words(args)
-    words += [setting for setting in settings if not setting.partition("=")[0].isidentifier()]
-    if words:
+    other_args, settings = split_overrides(args)
+    other_args += [setting for setting in settings if not setting.partition("=")[0].isidentifier()]
+    if other_args:
         raise ConfigError(
-            f"unknown argument {words[0]!r}; with --server, fields of requests are written "
+            f"unknown argument {other_args[0]!r}; with --server, fields of requests are written "
             "key=value, such as temperature=0.7"
         )
     fields: Json = {}

@@ -12,12 +12,12 @@ from maxtext.common.hardware import format_bytes
 
 def run(arguments: Arguments) -> int:
     if arguments.task == "merge-adapter":
-        return merge_adapter(*arguments.words)
+        return merge_adapter(*arguments.args)
     from maxtext.checkpoint.convert.command import from_folder, from_training, to_folder
     from maxtext.checkpoint.safetensors_reader import HF_STEM, NATIVE_STEM
 
     direction, dtype = arguments.task, arguments["--dtype"]
-    source, out = arguments.words
+    source, out = arguments.args
     with ProgressBar(f"{source} -> {out}") as progress:
         if direction == "to_hf":
             to_folder(source, out, dtype, progress, arguments["--text-only"])

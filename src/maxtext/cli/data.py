@@ -92,7 +92,7 @@ def prepare_data(arguments: Arguments) -> int:
 
     folder, shard_documents = arguments["--out"], arguments["--shard-documents"]
     workers = arguments["--workers"] or num_cores()
-    config = load_config(arguments.all_words)
+    config = load_config(arguments.all_args)
     row_format = method_of(config).row_format(config)
     with ProgressReport(f"preparing {folder}") as report:
         result = prepare(config, row_format, folder, shard_documents, workers, report)
@@ -117,11 +117,11 @@ def write_olmo_index(arguments: Arguments) -> int:
     from maxtext.input_pipeline.olmo_index import write_index
 
     out, length = arguments["--out"], arguments["--length"]
-    if not arguments.words:
+    if not arguments.args:
         raise ConfigError(f"name the files: {arguments.usage}")
     if local_path(out).exists():
         raise ConfigError(f"{out} exists already: remove it first, or choose another --out")
-    files = find_files("FILES", ",".join(arguments.words))
+    files = find_files("FILES", ",".join(arguments.args))
     index = write_index(out, files, length, arguments["--dtype"])
     print(
         f"wrote {out}: {len(index.shards):,} files, {index.tokens:,} tokens, {index.instances:,} "
@@ -200,7 +200,7 @@ def measure_throughput(arguments: Arguments) -> int:
     from maxtext.input_pipeline import Split, open_data_streams, prefetch
     from maxtext.trainers.methods import method_of
 
-    config = load_config(arguments.all_words)
+    config = load_config(arguments.all_args)
     start = time.perf_counter()
     method = method_of(config)
     streams = open_data_streams(

@@ -121,7 +121,7 @@ class Inspected:
 def run(arguments: Arguments) -> int:
     log.configure()
     evaluation = arguments["--eval"]
-    config = load_config(arguments.all_words)
+    config = load_config(arguments.all_args)
     tokenized = config.dataset_type.value not in TOKEN_SOURCES and (
         config.tokenize_eval_data if evaluation else config.tokenize_train_data
     )

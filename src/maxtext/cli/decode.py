@@ -27,7 +27,7 @@ USELESS = {"enable_model_warmup": "the one prompt warms it up"}
 
 
 def run(arguments: Arguments) -> int:
-    file, overrides = positionals.split(arguments.all_words, data=None)
+    file, overrides = positionals.split(arguments.all_args, data=None)
     model = resolve_named_model("maxtext decode MODEL prompt=TEXT", file, overrides)
     config = model.config
     refuse_useless(config, "decode", USELESS)

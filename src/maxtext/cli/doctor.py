@@ -8,7 +8,7 @@ from maxtext.models.configuration import load
 
 
 def run(arguments: Arguments) -> int:
-    path, overrides = positionals.split(arguments.all_words)
+    path, overrides = positionals.split(arguments.all_args)
     # Must work on a machine where no device starts, so JAX is not asked for devices here.
     report = diagnose(load(path, overrides, devices=Devices(1)).base_output_directory)
     for title, lines in report.sections.items():

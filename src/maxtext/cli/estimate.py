@@ -30,7 +30,7 @@ TOO_SMALL = 2  # exit code
 
 
 def run(arguments: Arguments) -> int:
-    path, overrides = positionals.split(arguments.all_words)
+    path, overrides = positionals.split(arguments.all_args)
     name, slices = arguments["--target"] or "", arguments["--slices"] or 0
     config, target = load_for_target(path, overrides, name, slices)
     estimate = estimate_memory(config, target, not arguments["--no-compile"])

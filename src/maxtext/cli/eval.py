@@ -58,10 +58,11 @@ def run(arguments: Arguments) -> int:
 def read_arguments(arguments: Arguments) -> EvalArguments:
     """Raises ConfigError if they choose no mode, or several."""
     chosen = {mode: arguments[mode] for mode in MODES if arguments[mode] is not None}
-    words, settings = positionals.split_words(arguments.all_words)
-    if len(words) > 1 and not chosen:
-        words, chosen = words[:1], {"--perplexity": ",".join(words[1:])}
-    file, overrides = positionals.split([*words, *settings], data=None, presets=False)
+    positional_args, overrides = positionals.split_overrides(arguments.all_args)
+    if len(positional_args) > 1 and not chosen:
+        model, *files = positional_args
+        positional_args, chosen = [model], {"--perplexity": ",".join(files)}
+    file, overrides = positionals.split([*positional_args, *overrides], data=None, presets=False)
     if not chosen:
         raise ConfigError(f"name files of text, or give one of {', '.join(MODES)}")
     ((mode, value),) = chosen.items()

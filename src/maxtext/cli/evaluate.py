@@ -14,7 +14,7 @@ PRESET = str(sources.HERE / "evaluate.yml")
 
 
 def run(arguments: Arguments) -> int:
-    file, overrides = positionals.split(arguments.all_words, data="eval")
+    file, overrides = positionals.split(arguments.all_args, data="eval")
     if file is not None:
         overrides += sources.METHOD_KEYS["grpo"]
     file = file or PRESET

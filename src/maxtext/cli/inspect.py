@@ -13,7 +13,7 @@ from maxtext.common.types import Json
 
 
 def run(arguments: Arguments) -> int:
-    folder, as_json = find_folder(arguments.words[0]).absolute(), arguments["--json"]
+    folder, as_json = find_folder(arguments.args[0]).absolute(), arguments["--json"]
     if peft.is_adapter_folder(folder) and not steps.has_steps(folder):
         summary = peft.summarize(folder)
     else:

@@ -51,7 +51,7 @@ def run(arguments: Arguments) -> int:
 def check_arguments(arguments: Arguments) -> list[str]:
     """The arguments after `train`. Raises ConfigError if another command is named, or none."""
     command, *train_args = arguments.rest or [""]
-    if arguments.words or command != "train":
+    if arguments.args or command != "train":
         raise ConfigError(
             "the command to run follows `--`, and it must be train: "
             "maxtext launch --local 2 -- train quickstart"
@@ -70,7 +70,7 @@ class LocalLauncher:
         self.num_processes = options["--local"]
         self.args = args
         parsed = parse("train", COMMANDS["train"], args)
-        self.path, self.overrides = positionals.split(parsed.all_words)
+        self.path, self.overrides = positionals.split(parsed.all_args)
         self.restarts = options["--restarts"] or 0
         self.grace = float(options["--grace"] or 60)
         self.environment = shared_environment(os.environ, options["--cpu"])

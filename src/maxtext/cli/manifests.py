@@ -52,9 +52,9 @@ def render(options: Arguments, args: list[str]) -> str:
 def add_defaults(args: list[str], **defaults: str) -> list[str]:
     """The arguments of `train`, with defaults for the keys that neither they nor FILE set."""
     parsed = parse("train", COMMANDS["train"], args)
-    words, overrides = positionals.split_words(parsed.all_words)
+    positional_args, overrides = positionals.split_overrides(parsed.all_args)
     # Models and data may be on the cluster alone.
-    path = next((word for word in words[:1] if positionals.names_file(word, {})), None)
+    path = next((arg for arg in positional_args[:1] if positionals.names_file(arg, {})), None)
     layer = sources.from_overrides(overrides)
     unset = [key for key in defaults if peek_setting(key, path, layer, {}) is None]
     return [*args, *(f"{key}={defaults[key]}" for key in unset)]

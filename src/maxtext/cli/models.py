@@ -22,7 +22,7 @@ RUNS = "runs: no if the model needs keys that do not act yet; `maxtext models NA
 
 
 def run(arguments: Arguments) -> int:
-    print(description(arguments.words[0]) if arguments.words else table(), end="")
+    print(description(arguments.args[0]) if arguments.args else table(), end="")
     return 0
 
 

@@ -1,6 +1,6 @@
-"""The words of a command line that are not key=value: [FILE] [MODEL] [DATA ...].
+"""The positional arguments of a command line, which are not key=value: [FILE] [MODEL] [DATA ...].
 
-- FILE: as the first word a shipped preset or any YAML file; elsewhere a name that ends in .yml.
+- FILE: as the first argument a shipped preset or any YAML file; elsewhere a name that ends in .yml.
 - MODEL: a folder with a model, org/name of the Hugging Face Hub, or the name of a model.
 - DATA: files, folders or globs, whose format follows from their names; or org/name of a dataset.
 
@@ -41,82 +41,83 @@ def split(
     that stand for the models and the data.
 
     `data` is "train" or "eval", or None for a command that reads no data. `models` are the keys of
-    the models, in order. Raises ConfigError for words that are nothing of these.
+    the models, in order. Raises ConfigError for other positional arguments.
     """
-    words, overrides = split_words(args)
+    positional_args, overrides = split_overrides(args)
     set_keys = {override.partition("=")[0]: override for override in overrides}
-    file = words.pop(0) if presets and words and names_file(words[0], set_keys) else None
+    is_file = presets and positional_args and names_file(positional_args[0], set_keys)
+    file = positional_args.pop(0) if is_file else None
     free = [key for key in models if key not in set_keys]
     named: list[str] = []
-    data_words: list[str] = []
-    for word in words:
-        if word.endswith(YAML_ENDINGS):
+    data_args: list[str] = []
+    for arg in positional_args:
+        if arg.endswith(YAML_ENDINGS):
             if file is not None:
                 raise ConfigError(
-                    f"{file} and {word} are two configuration files: keep one, whose base_config "
+                    f"{file} and {arg} are two configuration files: keep one, whose base_config "
                     "may name the other"
                 )
-            file = word
-        elif override := model_override(word, free, bool(models)):
+            file = arg
+        elif override := model_override(arg, free, bool(models)):
             named.append(override)
             free.pop(0)
-        elif data is None and free:  # no other word is left: who opens the model checks it
-            named.append(f"{free.pop(0)}={word}")
+        elif data is None and free:  # no other argument is left: who opens the model checks it
+            named.append(f"{free.pop(0)}={arg}")
         else:
-            data_words.append(word)
-    if data_words and data is None:
-        raise ConfigError(f"unknown argument {data_words[0]!r}{key_hint(data_words[0])}")
-    return file, [*named, *data_overrides(data_words, data, set_keys), *overrides]
+            data_args.append(arg)
+    if data_args and data is None:
+        raise ConfigError(f"unknown argument {data_args[0]!r}{key_hint(data_args[0])}")
+    return file, [*named, *data_overrides(data_args, data, set_keys), *overrides]
 
 
-def split_words(args: list[str]) -> tuple[list[str], list[str]]:
-    """Split the arguments into (words, key=value overrides)."""
-    words = [arg for arg in args if is_word(arg)]
-    return words, [arg for arg in args if not is_word(arg)]
+def split_overrides(args: list[str]) -> tuple[list[str], list[str]]:
+    """Split the arguments into (positional arguments, key=value overrides)."""
+    positional_args = [arg for arg in args if is_positional(arg)]
+    return positional_args, [arg for arg in args if not is_positional(arg)]
 
 
-def is_word(arg: str) -> bool:
+def is_positional(arg: str) -> bool:
     key, equals, _ = arg.partition("=")
     return not equals or "/" in key or os.path.exists(arg)  # a path may have a = in it
 
 
-def names_file(word: str, set_keys: dict[str, str]) -> bool:
-    """Whether the first word is a configuration file or a preset."""
+def names_file(arg: str, set_keys: dict[str, str]) -> bool:
+    """Whether the first argument is a configuration file or a preset."""
     from maxtext.configs import sources
 
-    path = local_path(word)
-    is_path = "/" in word or word.startswith((".", "~"))
+    path = local_path(arg)
+    is_path = "/" in arg or arg.startswith((".", "~"))
     if path.is_dir() and is_path and not path.with_name(f"{path.name}.yml").is_file():
         return False  # a folder that is written as a path may have the name of a preset
-    if path.is_file() and (format_of(word) or "grain_file_type" in set_keys):
+    if path.is_file() and (format_of(arg) or "grain_file_type" in set_keys):
         return False
-    if word.endswith((*YAML_ENDINGS, *WEIGHT_ENDINGS)):
-        return word.endswith(YAML_ENDINGS)
+    if arg.endswith((*YAML_ENDINGS, *WEIGHT_ENDINGS)):
+        return arg.endswith(YAML_ENDINGS)
     try:
-        sources.find_file(word)
+        sources.find_file(arg)
     except ConfigError:
         return False
     return True
 
 
-def model_override(word: str, free: Sequence[str], takes_models: bool) -> str | None:
-    """The key=value that names a model, or None if the word is none. `free`: the keys of models
+def model_override(arg: str, free: Sequence[str], takes_models: bool) -> str | None:
+    """The key=value that names a model, or None if the argument is none. `free`: the keys of models
     that are not set yet.
     """
     from maxtext.configs import fields
 
-    path = local_path(word)
-    is_missing = not path.exists() and not glob.has_magic(word)
-    is_name = is_missing and word in fields.choices("model_name")
+    path = local_path(arg)
+    is_missing = not path.exists() and not glob.has_magic(arg)
+    is_name = is_missing and arg in fields.choices("model_name")
     is_model = path.is_dir() and is_model_folder(path)
-    if word.endswith(WEIGHT_ENDINGS) and path.is_file():
-        raise ConfigError(f"{word} is a file of weights: name the folder that it is in")
+    if arg.endswith(WEIGHT_ENDINGS) and path.is_file():
+        raise ConfigError(f"{arg} is a file of weights: name the folder that it is in")
     if (is_name or is_model) and not free:
         reason = "another one is named" if takes_models else "this command takes none"
-        raise ConfigError(f"{word} is a model, and {reason}: leave one out")
-    if is_model or (is_missing and free and is_hub_name(word) and not format_of(word)):
-        return f"{free[0]}={word}"
-    return f"{free[0].replace(MODEL_KEY, 'model_name')}={word}" if is_name else None
+        raise ConfigError(f"{arg} is a model, and {reason}: leave one out")
+    if is_model or (is_missing and free and is_hub_name(arg) and not format_of(arg)):
+        return f"{free[0]}={arg}"
+    return f"{free[0].replace(MODEL_KEY, 'model_name')}={arg}" if is_name else None
 
 
 def is_model_folder(path: Path) -> bool:
@@ -134,36 +135,36 @@ def is_model_folder(path: Path) -> bool:
     return steps.has_steps(path) or any(path.glob("*.safetensors"))
 
 
-def data_overrides(words: list[str], data: str | None, set_keys: dict[str, str]) -> list[str]:
+def data_overrides(args: list[str], data: str | None, set_keys: dict[str, str]) -> list[str]:
     """The key=value overrides that name data. Raises ConfigError if its files are missing, or are
     of several formats or of an unknown one.
     """
-    if not words:
+    if not args:
         return []
     assert data is not None, "only commands with data get here"
     key = FILES_KEYS[data]
     for other in (key, f"hf_{data}_files", "hf_path", "dataset_type"):
         if other in set_keys and set_keys[other] != "dataset_type=grain":
             raise ConfigError(
-                f"{words[0]} names the data, and so does {set_keys[other]}: leave one out"
+                f"{args[0]} names the data, and so does {set_keys[other]}: leave one out"
             )
-    if not has_files(words[0]) and is_hub_name(words[0]) and not format_of(words[0]):
-        if len(words) > 1:
+    if not has_files(args[0]) and is_hub_name(args[0]) and not format_of(args[0]):
+        if len(args) > 1:
             raise ConfigError(
-                f"there is no file or folder {words[0]}, and a dataset of the Hub comes alone"
+                f"there is no file or folder {args[0]}, and a dataset of the Hub comes alone"
             )
-        return ["dataset_type=hf", f"hf_path={words[0]}"]
+        return ["dataset_type=hf", f"hf_path={args[0]}"]
     file_type = set_keys.get("grain_file_type", "").partition("=")[2]
     files: list[str] = []
     formats: dict[str, str] = {}  # with an example of each
-    for word in words:
-        if re.search("[,;]", word):
+    for arg in args:
+        if re.search("[,;]", arg):
             raise ConfigError(
-                f"{word}: separate files by spaces; a mixture is written {key}=FILES,WEIGHT;…"
+                f"{arg}: separate files by spaces; a mixture is written {key}=FILES,WEIGHT;…"
             )
-        if not has_files(word):
-            raise unknown_word(word)
-        patterns, examples = data_files(word, bool(file_type))
+        if not has_files(arg):
+            raise unknown_argument(arg)
+        patterns, examples = data_files(arg, bool(file_type))
         files += patterns
         formats |= {kind: examples[kind] for kind in examples.keys() - formats.keys()}
     if len(formats) > 1 and not file_type:
@@ -178,20 +179,20 @@ def data_overrides(words: list[str], data: str | None, set_keys: dict[str, str])
     return [f"{name}={value}" for name, value in settings.items() if name not in set_keys]
 
 
-def has_files(word: str) -> bool:
-    return local_path(word).exists() or glob.has_magic(word) or "{stdlib}" in word
+def has_files(arg: str) -> bool:
+    return local_path(arg).exists() or glob.has_magic(arg) or "{stdlib}" in arg
 
 
-def data_files(word: str, is_known: bool) -> tuple[list[str], dict[str, str]]:
-    """(files, folders and globs to read, an example of each format) for a word. `is_known`: a key
-    says the format.
+def data_files(arg: str, is_known: bool) -> tuple[list[str], dict[str, str]]:
+    """(files, folders and globs to read, an example of each format) for an argument. `is_known`: a
+    key says the format.
     """
     from maxtext.input_pipeline.formats.files import find_files
 
-    paths = find_files("the data", word)
+    paths = find_files("the data", arg)
     if is_known:
-        return [word], {}
-    folder = local_path(word)
+        return [arg], {}
+    folder = local_path(arg)
     examples: dict[str, str] = {}
     unknown, patterns = [], set()
     is_ignored = False
@@ -206,25 +207,25 @@ def data_files(word: str, is_known: bool) -> tuple[list[str], dict[str, str]]:
         examples.setdefault(kind, path)
         patterns.add(os.path.join(glob.escape(str(folder)), "**", name_pattern(path)))
     if unknown or not examples:
-        name = unknown[0] if unknown else word
+        name = unknown[0] if unknown else arg
         raise ConfigError(
             f"{name}: its name says no format that can be read (.jsonl, .json, .parquet, .arrow, "
             ".txt, .md, .tfrecord, .array_record): set grain_file_type, or convert it"
         )
     if folder.is_dir():
-        refuse_splits(word, [path for path in paths if format_of(path)])
-    return (sorted(patterns) if is_ignored and folder.is_dir() else [word]), examples
+        refuse_splits(arg, [path for path in paths if format_of(path)])
+    return (sorted(patterns) if is_ignored and folder.is_dir() else [arg]), examples
 
 
-def refuse_splits(word: str, paths: Sequence[str]) -> None:
+def refuse_splits(arg: str, paths: Sequence[str]) -> None:
     """Raise ConfigError if a folder has files of training and of evaluation."""
     matches = [match for path in paths if (match := SPLIT.match(os.path.basename(path)))]
     splits = {match[1].lower() for match in matches}
     if len(splits) > 1 and any(match[2] for match in matches):
         names = " and ".join(sorted(splits))
         raise ConfigError(
-            f"{word} has files of {names}: name those to read, such as "
-            f"'{os.path.join(word, '**', 'train*')}'"
+            f"{arg} has files of {names}: name those to read, such as "
+            f"'{os.path.join(arg, '**', 'train*')}'"
         )
 
 
@@ -236,26 +237,26 @@ def name_pattern(path: str) -> str:
     return f"*{match[1]}{'-*' if match[2] else ''}{match[3] or ''}"
 
 
-def format_of(word: str) -> str | None:
+def format_of(arg: str) -> str | None:
     from maxtext.input_pipeline.formats.files import kind_of
 
-    return kind_of(word)
+    return kind_of(arg)
 
 
-def key_hint(word: str) -> str:
-    """The end of a message, if a word is a key without a value."""
+def key_hint(arg: str) -> str:
+    """The end of a message, if an argument is a key without a value."""
     from maxtext.configs import fields
 
-    return f": write {word}=VALUE" if word in fields.KEYS else ""
+    return f": write {arg}=VALUE" if arg in fields.KEYS else ""
 
 
-def unknown_word(word: str) -> ConfigError:
+def unknown_argument(arg: str) -> ConfigError:
     from maxtext.configs import fields, sources
 
-    if hint := key_hint(word):
-        return ConfigError(f"unknown argument {word!r}{hint}")
-    if "/" in word or word.startswith((".", "~")) or format_of(word):
-        return ConfigError(f"there is no file or folder {word}")
+    if hint := key_hint(arg):
+        return ConfigError(f"unknown argument {arg!r}{hint}")
+    if "/" in arg or arg.startswith((".", "~")) or format_of(arg):
+        return ConfigError(f"there is no file or folder {arg}")
     names = [*sources.presets(), *fields.choices("model_name")]
-    hint = sources.suggest(word, names) or f"; shipped presets: {', '.join(sources.presets())}"
-    return ConfigError(f"there is no configuration file, model or data {word!r}{hint}")
+    hint = sources.suggest(arg, names) or f"; shipped presets: {', '.join(sources.presets())}"
+    return ConfigError(f"there is no configuration file, model or data {arg!r}{hint}")

@@ -202,7 +202,7 @@ def read_arguments(arguments: Arguments) -> ServeArguments:
     allowed_hosts = tuple(arguments["--allowed-hosts"])
     if uds is None:
         allowed_hosts += listened_names(host)
-    file, overrides = positionals.split(arguments.all_words, data=None, presets=False)
+    file, overrides = positionals.split(arguments.all_args, data=None, presets=False)
     path = model_path("maxtext serve MODEL [options]", file, overrides)
     names = arguments["--served-model-name"] or [model_name(path)]
     adapters = dict(arguments["--lora"])

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from maxtext.cli.arguments import Arguments
-from maxtext.cli.positionals import split_words
+from maxtext.cli.positionals import split_overrides
 from maxtext.cli.terminal import ProgressBar
 from maxtext.common.errors import ConfigError
 from maxtext.common.files import local_path
@@ -62,7 +62,7 @@ def load_config(arguments: Arguments) -> tuple[MaxTextConfig, list[str]]:
     from maxtext.input_pipeline.formats import find_files
     from maxtext.models.configuration import load
 
-    patterns, overrides = split_words(arguments.words)
+    patterns, overrides = split_overrides(arguments.args)
     for key in (override.partition("=")[0] for override in overrides):
         if key not in KEYS:
             raise ConfigError(
@@ -133,9 +133,9 @@ def working(title: str) -> Iterator[None]:
 def inspect(arguments: Arguments) -> int:
     from maxtext.tokenizers import open_tokenizer
 
-    if not arguments.words:
+    if not arguments.args:
         raise ConfigError(f"name a tokenizer: {arguments.usage}")
-    name, *texts = arguments.words
+    name, *texts = arguments.args
     tokenizer, text = open_tokenizer(name), " ".join(texts) if texts else None
     details = description(tokenizer, text)
     if arguments["--json"]:

@@ -27,7 +27,7 @@ SAMPLE_TOKENS = 300
 
 
 def run(arguments: Arguments) -> int:
-    method, args = arguments.command, arguments.all_words
+    method, args = arguments.command, arguments.all_args
     if method == "distill-logits":
         return write_teacher_logits(arguments)
     if method == "train":
@@ -64,7 +64,7 @@ def run_method(method: str, args: list[str]) -> int:
 
 def train_run(path: str | None, overrides: list[str], command: Sequence[str]) -> int:
     """Train with a configuration file and key=value overrides; returns the exit code. `command`:
-    the words after `maxtext`, for messages."""
+    the arguments after `maxtext`, for messages."""
     die_with_launcher(os.environ)
     # The configuration counts the devices of all processes, so they join first.
     layer = sources.from_overrides(overrides)
@@ -121,8 +121,8 @@ def next_command(config: MaxTextConfig, signal: int | None, command: Sequence[st
         policy = config.load_parameters_path
         if not policy or has_adapters(config) or not os.path.isdir(reward_model):
             return ""
-        words = [policy, "problems.jsonl", f"reward_model_path={reward_model}"]
-        return shlex.join(["maxtext", "grpo", *words])
+        args = [policy, "problems.jsonl", f"reward_model_path={reward_model}"]
+        return shlex.join(["maxtext", "grpo", *args])
     model, adapter = folder if has_checkpoint else "", []
     if has_adapters(config):
         model = config.load_parameters_path
@@ -138,8 +138,8 @@ def next_command(config: MaxTextConfig, signal: int | None, command: Sequence[st
     # The folder of a run has no tokenizer.
     tokenizer = [] if adapter else [f"tokenizer_path={config.tokenizer_path or 'byte'}"]
     if not has_template:
-        words = [f"load_parameters_path={model}", *adapter, *tokenizer, f"prompt={config.prompt}"]
-        return shlex.join(["maxtext", "decode", *words])
+        args = [f"load_parameters_path={model}", *adapter, *tokenizer, f"prompt={config.prompt}"]
+        return shlex.join(["maxtext", "decode", *args])
     templates = [
         f"{key}={value}"
         for key in ("chat_template_path", "chat_template")
@@ -210,11 +210,11 @@ def write_teacher_logits(arguments: Arguments) -> int:
     """`maxtext distill-logits`: the largest logits of a teacher, for offline_data_dir."""
     from maxtext.models.configuration import load
 
-    words = arguments.all_words
-    if not words or "=" in words[0]:
+    args = arguments.all_args
+    if not args or "=" in args[0]:
         raise ConfigError(f"name a folder for the logits: {arguments.usage}")
-    folder = local_path(words[0])
-    path, overrides = positionals.split(words[1:])
+    folder = local_path(args[0])
+    path, overrides = positionals.split(args[1:])
     path = path or str(sources.HERE / "distill.yml")
     layer = sources.from_overrides(overrides)
     checkpoint = open_model_checkpoint(path, layer)

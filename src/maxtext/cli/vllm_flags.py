@@ -90,7 +90,7 @@ REFUSED = {
     "--guided-decoding-backend": "grammars have one implementation, llguidance",
     "--allowed-origins": "use --cors ORIGIN ...",
     "--uvicorn-log-level": "use --log-requests for a line for each request",
-    "--config": "name the YAML file with keys as a word: maxtext serve MODEL my.yml",
+    "--config": "name the YAML file with keys as an argument: maxtext serve MODEL my.yml",
 }
 VLLM = (
     *(
