@@ -65,6 +65,15 @@ IDENTIFIERS = {
     "token_weights": "target_mask",
     "right_answers": "answer_column",
     "nearly_right": "partial_accuracy",
+    "all_words": "all_args",
+    "split_words": "split_overrides",
+    "TokenPairs": "TokenSequence",
+    "ToPairs": "ToPreferencePairs",
+    "FittedRows": "FitRowsIterator",
+    "Elsewhere": "NeutralAtOtherEndpoints",
+    "MAX_BLOCKS": "NO_BLOCK",
+    "is_blocked": "awaits_grammar",
+    "last_full_block": "shareable_length",
 }
 # Anywhere, in upper or lower case, across line breaks.
 PHRASES = {
@@ -96,6 +105,7 @@ MODULES = {
     "low_precision.py": "fp8/",
     "setup.py": "run_context.py",
     "ladder.py": "score.py",
+    "http_protocol.py": "http11.py",
 }
 FOLDERS = ("src", "tests", "benchmarks", "docs", "examples")
 
