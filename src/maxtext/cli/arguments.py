@@ -20,8 +20,8 @@ from maxtext.common.types import Json
 
 FILE_AND_OVERRIDES = "[FILE] [key=value ...]"
 COMMON = (
-    "FILE is a YAML file or the name of a preset; key=value arguments override it\n"
-    "(any key of base.yml).\n--debug shows the full traceback of an error.\n"
+    "FILE is a YAML file or the name of a preset; key=value sets any key of base.yml and\n"
+    "overrides FILE. --debug shows the full traceback of an error.\n"
 )
 HELP_WIDTH = 98
 NAME_WIDTH = 30  # a longer name in `--help` has a line of its own
@@ -30,7 +30,7 @@ MAX_USAGE_OPTIONS = 5  # more are `[options]` in a line of usage
 
 @dataclass(frozen=True)
 class ValueType:
-    """The type of an option's value. `read` raises ValueError for a text of another type."""
+    """The type of an option's value. `read` raises ValueError for a string of another type."""
 
     takes: str  # the end of the sentence "--port takes …"
     read: Callable[[str], object]
@@ -75,8 +75,8 @@ ANY_TEXT = ValueType("a text", str, is_local=False)  # a URL, or the name of ano
 @dataclass(frozen=True)
 class Option:
     name: str
-    metavar: str = ""  # of the value; none: a flag; ends with ` ...`: several values
-    help: str = ""  # none: not in --help
+    metavar: str = ""  # of the value; empty: a flag; ends with ` ...`: several values
+    help: str = ""  # empty: not in --help
     type: ValueType = TEXT
     default: object = None
     needs: tuple[str, ...] = ()  # options, one of which must be given
@@ -84,9 +84,10 @@ class Option:
     aliases: tuple[str, ...] = ()
     variable: str = ""  # environment variable with the default
     is_required: bool = False
-    # What it stands for: `key` of the value, `key=value` of a flag, or overrides for a value
+    # The settings that it stands for: a key, which gets the value; key=value, for a flag; or a
+    # function from the value to overrides.
     overrides: str | Callable[[str], list[str]] = ""
-    refusal: str = ""  # what to use instead of an option of another program
+    refusal: str = ""  # for an option of another program: the alternative here
 
     @property
     def takes_several(self) -> bool:
@@ -97,7 +98,7 @@ class Option:
         return f"{self.name} {self.metavar}".strip()
 
     def settings(self, value: str) -> list[str]:
-        """The key=value overrides that it stands for, with this value."""
+        """The key=value overrides that the option stands for, with this value."""
         if callable(self.overrides):
             return self.overrides(value)
         if not self.overrides:
@@ -105,7 +106,7 @@ class Option:
         return [f"{self.overrides}={value}" if self.metavar else self.overrides]
 
     def read(self, text: str) -> object:
-        """The value of a text. Raises ConfigError if it is of another type."""
+        """Parse a value. Raises ConfigError if the text is of another type."""
         try:
             value = self.type.read(text)
         except ValueError:
@@ -120,14 +121,14 @@ Row = tuple[str, str]  # of --help: (an argument, key=value or option, what it m
 
 @dataclass(frozen=True)
 class Form:
-    """A task of a command, such as `maxtext data inspect`, or all of a command that has none."""
+    """A task of a command, such as `maxtext data inspect`, or a whole command without tasks."""
 
-    args: str = FILE_AND_OVERRIDES  # what it takes besides options, for a line of usage
+    args: str = FILE_AND_OVERRIDES  # besides options, for a line of usage
     options: tuple[Option, ...] = ()
     help: str = ""
-    rows: str = ""  # of --help, before those of the options: see `read_rows`
-    module: str = ""  # of cli/; default: that of the command
-    ends_with_text: bool = False  # all after the first argument is text, not options
+    rows: str = ""  # rows of --help before the options: see `read_rows`
+    module: str = ""  # of cli/; default: the command's module
+    ends_with_text: bool = False  # everything after the first argument is text, not options
 
     def find(self, name: str) -> Option | None:
         name = re.sub("_", "-", name) if name.startswith("--") else name
@@ -363,17 +364,18 @@ def option_rows(form: Form) -> list[Row]:
     """(usage, meaning) of the options, with their defaults."""
     rows = []
     for option in form.options:
-        default = option.variable or ("" if option.default is None else f"{option.default}")
+        default = "" if option.default is None else f"{option.default}"
+        default = f"the variable {option.variable}" if option.variable else default
         text = option.help
-        text += f" ({default})" if default else ""
-        text += f"; with {' or '.join(option.needs)}" if option.needs else ""
+        text += f" (default: {default})" if default else ""
+        text += f"; needs {' or '.join(option.needs)}" if option.needs else ""
         if option.help:
             rows.append((option.usage, text))
     return rows
 
 
 def format_rows(rows: list[Row], indent: int) -> list[str]:
-    """Rows in two columns. A long name has a line of its own."""
+    """Rows in two columns. A long name gets its own line."""
     widths = [len(name) for name, _ in rows if len(name) <= NAME_WIDTH]
     width = max(widths, default=NAME_WIDTH)
     lines = []

@@ -7,22 +7,23 @@ from maxtext.cli.arguments import Command, Form
 from maxtext.cli.vllm_flags import VLLM
 
 LOCAL_MODEL = """\
-MODEL  a Hugging Face folder or org/name of its Hub, a converted checkpoint, or a training run
+MODEL  a Hugging Face folder, org/name of the Hugging Face Hub, a converted checkpoint, or the
+       folder of a training run
 """
 MODEL = """\
-MODEL  a Hugging Face folder or org/name of its Hub, a converted checkpoint, or a run
-       (load_parameters_path=MODEL)
+MODEL  a Hugging Face folder, org/name of the Hugging Face Hub, a converted checkpoint, or the
+       folder of a run (load_parameters_path=MODEL); or a named model, with random weights
 """
 DATA = """\
-DATA   files, folders or globs, whose format follows from their names, such as .jsonl, .parquet or
-       .txt; or org/name of a dataset of the Hub
+DATA   files, folders or globs, whose names give their format, such as .jsonl, .parquet or .txt; or
+       org/name of a dataset of the Hub
 """
 TRAINING_ARGS = "[FILE] [MODEL] [DATA ...] [key=value ...]"
 # Methods of training are `maxtext train` with the preset of the command's name.
 FINE_TUNING = f"""\
 {MODEL}{DATA}\
 lora_rank=R  train adapters of rank R instead of the weights
-FILE  default: the preset of the command's name
+FILE  default: the preset with the name of the command
 """
 
 
@@ -43,7 +44,7 @@ COMMANDS = {
         method(),
     ),
     "orpo": Command(
-        "train a model on the same pairs by ORPO, without a reference model",
+        "train on preferred and rejected completions by ORPO, without a reference model",
         "maxtext orpo ~/models/Qwen3-0.6B pairs.jsonl steps=500",
         method(),
     ),
@@ -124,8 +125,8 @@ steps=N  batches to write; fewer if the data ends
             "": Form(
                 "-- train ...",
                 options.LAUNCH,
-                rows="elastic_enabled=true  with --local: continue with fewer processes after "
-                "losing one",
+                rows="elastic_enabled=true  with --local: continue with fewer processes when one "
+                "is lost",
             )
         },
         takes_file=False,
@@ -139,8 +140,8 @@ steps=N  batches to write; fewer if the data ends
                 (options.ADAPTER,),
                 rows=f"""\
 {LOCAL_MODEL}\
-prompt=TEXT  with use_chat_template=true, a user message
-max_target_length=N  length of prompt and completion, in tokens
+prompt=TEXT  the text to continue; with use_chat_template=true, a user message
+max_target_length=N  tokens of prompt and completion together
 decode_sampling_strategy=NAME  greedy, weighted, topk, nucleus or composite
 multi_sampling=true  per_device_batch_size completions
 return_log_prob=true  print the log-probability of each token
@@ -157,10 +158,10 @@ return_log_prob=true  print the log-probability of each token
                 options.CHAT,
                 rows=f"""\
 {LOCAL_MODEL}\
-key=value  any key of base.yml, such as max_target_length, decode_sampling_strategy,
-           chat_template_path; with --server, fields of its requests, such as temperature=0.7 or
+key=value  any key of base.yml, such as max_target_length, decode_sampling_strategy or
+           chat_template_path; with --server, fields of each request, such as temperature=0.7 or
            max_tokens=500
-/help  inside the chat, lists the commands; Ctrl-C stops a reply
+/help  in the chat: lists its commands; Ctrl-C stops a reply
 """,
             )
         },
@@ -176,8 +177,8 @@ key=value  any key of base.yml, such as max_target_length, decode_sampling_strat
                 rows=f"""\
 {LOCAL_MODEL}\
 IN.jsonl  one request per line: {{"prompt": "I love to"}} or {{"messages": [...]}}, optionally with
-          id, seed, stop, max_new_tokens, temperature, top_k, top_p, adapter (a name; empty: the
-          base)
+          id, adapter (a name; empty: the base), and sampling options such as max_new_tokens, stop,
+          seed, temperature, top_k and top_p
 OUT.jsonl  one completion per line, in the order in which they finish:
            {{"index": 0, "text": "...", "finished": "end", ...}}
 key=value  any key of base.yml
@@ -195,10 +196,10 @@ key=value  any key of base.yml
                 (*options.SERVE, *VLLM),
                 rows=f"""\
 {LOCAL_MODEL}\
-key=value  any key of base.yml; per_device_batch_size requests run at a time, with max_target_length
-           tokens each
---max-model-len N, ...  vLLM's flags set the corresponding keys, such as max_target_length; a flag
-           that has no equivalent is refused with a hint
+key=value  any key of base.yml; each device runs per_device_batch_size sequences at a time, each of
+           up to max_target_length tokens
+--max-model-len N, ...  vLLM's flags set the corresponding keys, here max_target_length; a flag
+           without an equivalent is refused with a hint
 """,
             )
         },
@@ -213,7 +214,7 @@ key=value  any key of base.yml; per_device_batch_size requests run at a time, wi
                 options.EVAL,
                 rows=f"""\
 {LOCAL_MODEL}\
-FILE  texts, or JSON lines with a column text, for perplexity
+FILE  for perplexity: text files, or JSON lines or Parquet with a column text
 key=value  any key of base.yml, such as max_target_length
 """,
             )
@@ -226,10 +227,10 @@ key=value  any key of base.yml, such as max_target_length
         "         maxtext bench serve --streams 64 --prompt-tokens 64-1024 --plot load.png",
         {
             "inference": Form(
+                "[FILE] [MODEL] [key=value ...]",
                 help="measure a model on this machine",
-                rows="""\
-load_parameters_path=DIR  the model
-model_name=NAME  instead: a named model with random weights
+                rows=f"""\
+{MODEL}\
 per_device_batch_size=N  batch sizes 1, 2, 4 … N per device
 inference_microbenchmark_prefill_lengths=64,1024  prompt lengths
 inference_microbenchmark_stages=prefill,generate  stages to measure
@@ -252,23 +253,23 @@ multi_sampling=true  also sample one prompt several times
             "from_hf": Form(
                 "DIR OUT",
                 options.CONVERT,
-                help="convert safetensors, config.json and tokenizer of a supported family to "
-                "native weights by layer, with config.yml",
+                help="convert a Hugging Face folder of a supported family to native weights by "
+                "layer, with config.yml and the tokenizer",
             ),
             "to_hf": Form(
                 "CHECKPOINT OUT",
                 options.TO_HF,
-                help="convert a checkpoint to a Hugging Face folder, with its assets",
+                help="convert a checkpoint to a Hugging Face folder, with its tokenizer",
             ),
             "params-only": Form(
                 "CHECKPOINT OUT",
                 options.CONVERT,
                 help="extract the newest weights of a training checkpoint (a run's folder, its "
-                "checkpoints, or one step) without the optimizer state, with config.yml",
+                "checkpoints, or one step), without the optimizer state, with config.yml",
             ),
             "merge-adapter": Form(
                 "BASE ADAPTER OUT",
-                help="merge a PEFT adapter into its base; OUT is a folder of the same kind",
+                help="merge a PEFT adapter into its base; OUT is a folder of the same kind as BASE",
             ),
         },
         takes_file=False,
@@ -277,10 +278,11 @@ multi_sampling=true  also sample one prompt several times
         "show the resolved configuration and the source of each value, or explain a key",
         "maxtext config model_name=llama3.1-8b --changed",
         {
-            "": Form(options=options.CONFIG),
+            "": Form(TRAINING_ARGS, options.CONFIG),
             "explain": Form(
-                "KEY [FILE] [key=value ...]",
-                help="show meaning, type, bounds, needs, default, source, and whether the key acts",
+                "KEY [FILE] [MODEL] [key=value ...]",
+                help="show a key's meaning, type, bounds, needs, default, value and source, and "
+                "whether it acts",
             ),
             "status": Form("", help="list which keys act, which do not, and why"),
         },
@@ -303,17 +305,21 @@ multi_sampling=true  also sample one prompt several times
         "maxtext data inspect quickstart --batches 20 --rows 2",
         {
             "inspect": Form(
-                options=options.DATA_INSPECT,
-                help="show decoded batches (one colour per segment, in fine-tuning one for tokens "
-                "that are trained on) and packing efficiency; needs no device",
+                TRAINING_ARGS,
+                options.DATA_INSPECT,
+                help="show decoded batches, bad records and packing efficiency; needs no device. "
+                "Each segment has its own colour; in fine-tuning, the tokens that are trained on "
+                "are green",
                 module="data_inspect",
             ),
             "prepare": Form(
-                options=options.DATA_PREPARE,
+                TRAINING_ARGS,
+                options.DATA_PREPARE,
                 help="tokenize the training documents into ArrayRecord files; an interrupted run "
                 "resumes",
             ),
             "throughput": Form(
+                TRAINING_ARGS,
                 help="load `steps` batches as training would, and report the speed",
             ),
             "index": Form(
@@ -330,13 +336,15 @@ multi_sampling=true  also sample one prompt several times
             "train": Form(
                 "FILES ...",
                 options.TOKENIZER_TRAIN,
+                help="train a tokenizer",
                 rows="FILES  text, jsonl (also .gz), parquet, arrow, tfrecord or arrayrecord "
                 "files, folders or globs",
             ),
             "inspect": Form(
                 "PATH [TEXT ...]",
                 (options.JSON,),
-                rows="PATH  a file, a folder, byte, or a name on the Hugging Face Hub",
+                help="show the kind and the special tokens of a tokenizer, and how it splits TEXT",
+                rows="PATH  a file, a folder, byte, or org/name of the Hugging Face Hub",
                 ends_with_text=True,
             ),
         },
@@ -351,23 +359,24 @@ multi_sampling=true  also sample one prompt several times
     "estimate": Command(
         "estimate whether a training step fits on a target, and suggest better settings",
         "maxtext estimate model_name=llama2-7b --target v5p:4x4x4 --no-compile",
-        {"": Form(options=options.ESTIMATE)},
+        {"": Form(TRAINING_ARGS, options.ESTIMATE)},
     ),
     "compile": Command(
         "compile the train step ahead of time (AOT), for this machine or a TPU slice",
         "maxtext compile quickstart compiled_trainstep_file=step.bin",
         {
             "": Form(
+                TRAINING_ARGS,
                 rows="""\
-compiled_trainstep_file=FILE  output file; maxtext train loads it by the same key
+compiled_trainstep_file=FILE  the file to write; `maxtext train` loads it with the same key
 compile_topology=v5p-128  the target; default: this machine
 compile_topology_num_slices=1  number of slices of the target
-"""
+""",
             )
         },
     ),
     "completion": Command(
-        "print a script with which a shell completes commands, options, keys and names",
+        "print a script that lets a shell complete commands, options, keys and names",
         "maxtext completion bash >> ~/.bashrc",
         {
             **{shell: Form("") for shell in ("bash", "zsh", "fish")},

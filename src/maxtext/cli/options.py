@@ -99,16 +99,21 @@ ADAPTER = Option(
     "--adapter", "DIR", "a PEFT adapter of the model", overrides="lora_input_adapters_path"
 )
 FORCE = Option(
-    "--force", help="start even if the memory seems too small", overrides="check_memory=false"
-)
+    "--force", help="start even if the run seems to need too much memory",
+    overrides="check_memory=false",
+)  # fmt: skip
 JSON = Option("--json", help="machine-readable output")
 
 EVALUATE = (ADAPTER, JSON)
 DISTILL_LOGITS = (Option("--top-k", "K", "logits per token", whole_number(1), is_required=True),)
 LAUNCH = (
-    Option("--local", "N", "number of processes; if one fails, all are stopped", whole_number(1)),
     Option(
-        "--restarts", "K", "restart all from the last checkpoint, at most K times",
+        "--local", "N", "number of processes on this machine; if one fails, all are stopped",
+        whole_number(1),
+    ),
+    Option(
+        "--restarts", "K",
+        "after a failure, restart all processes from the last checkpoint, at most K times",
         whole_number(0),
     ),
     Option(
@@ -120,23 +125,24 @@ LAUNCH = (
     Option("--cpu", help="do not use accelerators", needs=("--local",)),
     Option(
         "--grace", "S",
-        "seconds for a last checkpoint when the run is stopped (60; on clusters 120)",
+        "seconds for a last checkpoint when the run is stopped (default: 60; on clusters 120)",
         whole_number(1),
     ),
     Option(
         "--print", "k8s|slurm", "print a Kubernetes JobSet or a Slurm batch script",
         one_of("k8s", "slurm"),
     ),
-    Option("--nodes", "N", "nodes of the job", whole_number(1), needs=("--print",)),
+    Option("--nodes", "N", "number of nodes", whole_number(1), needs=("--print",)),
     Option("--gpus-per-node", "G", "GPUs per node", whole_number(1), needs=("--print",)),
-    Option("--name", "NAME", "name of the job (maxtext)", needs=("--print",)),
+    Option("--name", "NAME", "name of the job (default: maxtext)", needs=("--print",)),
     Option(
-        "--tpu-topology", "TYPE:SHAPE", "TPU slices, such as v5p:4x4x4 (k8s)", needs=("--print",)
+        "--tpu-topology", "TYPE:SHAPE", "k8s: type and shape of TPU slices, such as v5p:4x4x4",
+        needs=("--print",),
     ),
-    Option("--slices", "S", "number of TPU slices (k8s)", whole_number(1), needs=("--print",)),
-    Option("--image", "IMAGE", "container image (k8s)", ANY_TEXT, needs=("--print",)),
-    Option("--volume", "CLAIM", "claim of the output volume (k8s)", ANY_TEXT, needs=("--print",)),
-    Option("--time", "HH:MM:SS", "time limit (slurm: 24:00:00)", needs=("--print",)),
+    Option("--slices", "S", "k8s: number of TPU slices", whole_number(1), needs=("--print",)),
+    Option("--image", "IMAGE", "k8s: container image", ANY_TEXT, needs=("--print",)),
+    Option("--volume", "CLAIM", "k8s: claim of the output volume", ANY_TEXT, needs=("--print",)),
+    Option("--time", "HH:MM:SS", "slurm: time limit (default: 24:00:00)", needs=("--print",)),
 )  # fmt: skip
 CHAT = (
     Option(
@@ -144,13 +150,17 @@ CHAT = (
         excludes=("--server",),
     ),
     Option(
-        "--server", "URL", "a server with OpenAI's API, such as http://127.0.0.1:8000", ANY_TEXT
+        "--server", "URL",
+        "chat with a server that has OpenAI's API, such as http://127.0.0.1:8000", ANY_TEXT,
     ),
     Option(
-        "--api-key", "KEY", "key of the server", API_KEY, variable=KEY_VARIABLE,
+        "--api-key", "KEY", "the server's key", API_KEY, variable=KEY_VARIABLE,
         needs=("--server",),
     ),
-    Option("--model", "NAME", "a model of the server (its first)", ANY_TEXT, needs=("--server",)),
+    Option(
+        "--model", "NAME", "a model of the server (default: its first)", ANY_TEXT,
+        needs=("--server",),
+    ),
 )  # fmt: skip
 BATCH = (
     Option("--model", "MODEL", "another way to name the model"),
@@ -162,59 +172,65 @@ BATCH = (
 )  # fmt: skip
 SERVE = (
     Option("--host", "HOST", "address to listen on", ANY_TEXT, default="127.0.0.1"),
-    Option("--port", "PORT", "port; 0: a free port", whole_number(0, 65535), default=8000),
-    Option("--uds", "PATH", "a Unix socket instead", excludes=("--host", "--port")),
+    Option("--port", "PORT", "port; 0: any free port", whole_number(0, 65535), default=8000),
     Option(
-        "--served-model-name", "NAME ...", "names that requests may use (the name of MODEL)",
-        ANY_TEXT,
+        "--uds", "PATH", "a Unix socket, instead of an address", excludes=("--host", "--port")
+    ),
+    Option(
+        "--served-model-name", "NAME ...",
+        "names of the model that requests may use (default: the name of MODEL)", ANY_TEXT,
     ),
     Option(
         "--adapter", "DIR",
         "a PEFT adapter (a folder, or org/name of the Hub), or a folder of adapters; each is "
-        "served as a model under its name",
+        "served as a model under its own name",
         overrides="lora_input_adapters_path", excludes=("--lora",),
     ),
     Option(
         "--lora", "NAME=DIR ...", "adapters by name, instead of --adapter", NAMED_ADAPTER,
         aliases=("--lora-modules",),
     ),
-    Option("--allow-lora-updates", help="let requests load adapters below --lora-root, and drop "
-           "adapters", needs=("--lora-root",)),
+    Option("--allow-lora-updates", help="let requests load adapters from below --lora-root, and "
+           "drop adapters", needs=("--lora-root",)),
     Option("--lora-root", "DIR", "folder of the adapters that requests may load", PATH,
            needs=("--allow-lora-updates",)),
     Option(
-        "--api-key", "KEY ...", "keys; a request needs one of them", API_KEY,
+        "--api-key", "KEY ...", "keys; every request needs one of them", API_KEY,
         variable=KEY_VARIABLE,
     ),
     Option(
         "--allowed-hosts", "NAME ...",
-        "host names that clients may use, besides IP addresses, names without a dot such as "
-        "localhost, and --host; .NAME: NAME and its subdomains; *: any",
+        "host names that clients may use for the server, besides IP addresses, names without a dot "
+        "such as localhost, and --host; .NAME: NAME and its subdomains; *: any name",
         HOST,
     ),
     Option(
         "--cors", "ORIGIN ...",
-        "other origins whose pages may use the server from a browser (none)", ORIGINS,
+        "other origins whose pages may use the server from a browser (default: none)", ORIGINS,
     ),
     Option(
-        "--max-queue", "N", "requests that may wait for a slot", whole_number(0), default=1024
+        "--max-queue", "N", "number of sequences that may wait for a slot", whole_number(0),
+        default=1024,
     ),
     Option(
-        "--request-timeout", "S", "seconds from arrival to the last token; 0: no limit",
+        "--request-timeout", "S",
+        "seconds from the arrival of a request to its last token; 0: no limit",
         whole_number(0), default=600,
     ),
     Option(
-        "--drain-timeout", "S", "seconds that running requests have after SIGTERM", whole_number(0),
-        default=30,
+        "--drain-timeout", "S", "seconds that running requests have to finish after SIGTERM",
+        whole_number(0), default=30,
     ),
-    Option("--max-body", "BYTES", "largest request body", whole_number(1), default=4 * 2**20),
+    Option(
+        "--max-body", "BYTES", "the largest request body", whole_number(1), default=4 * 2**20
+    ),
     Option(
         "--max-logprobs", "N", "the largest logprobs or top_logprobs that a request may ask for",
         whole_number(0, MAX_LOGPROBS), default=20,
     ),
     Option("--ssl-certfile", "FILE", "certificate for TLS"),
     Option("--ssl-keyfile", "FILE", "private key of the certificate"),
-    Option("--ssl-ca-certs", "FILE", "authorities that sign clients' certificates"),
+    Option("--ssl-ca-certs", "FILE", "require a client certificate from one of these authorities"),
     Option("--root-path", "PATH", "the prefix that a proxy strips", ROOT_PATH),
     Option(
         "--default-chat-template-kwargs", "JSON",
@@ -222,13 +238,13 @@ SERVE = (
     ),
     Option(
         "--generation-config", "auto|none|vllm",
-        "whether generation_config.json sets sampling defaults (auto; vllm: none)",
+        "whether generation_config.json sets sampling defaults (default: auto; vllm means none)",
         one_of("auto", "none", "vllm"),
     ),
     Option(
         "--tool-call-parser", "NAME",
-        "form of tool calls in the text: hermes, llama3_json, mistral, qwen3_coder, glm45, "
-        "minimax_m2, seed_oss, harmony or none (by the chat template)",
+        "format of tool calls in the text: hermes, llama3_json, mistral, qwen3_coder, glm45, "
+        "minimax_m2, seed_oss, harmony or none (default: by the chat template)",
         one_of(
             "hermes", "llama3_json", "mistral", "qwen3_coder", "glm45", "minimax_m2", "seed_oss",
             "harmony", "none", "gpt_oss",
@@ -236,49 +252,53 @@ SERVE = (
     ),
     Option(
         "--reasoning-parser", "NAME",
-        "form of reasoning in the text: think, seed_oss, harmony or none (by the chat template)",
+        "format of reasoning in the text: think, seed_oss, harmony or none (default: by the chat "
+        "template)",
         one_of("think", "seed_oss", "harmony", "none", "gpt_oss"),
     ),
     Option(
         "--metrics-prefix", "maxtext|vllm", "prefix of metric names",
         one_of("maxtext", "vllm"), default="maxtext",
     ),
-    Option("--protect-metrics", help="/metrics also needs a key"),
+    Option("--protect-metrics", help="require a key for /metrics"),
     Option("--strict-fields", help="reject requests with unknown fields"),
     Option("--no-tools", help="reject requests with tools"),
     Option("--log-requests", help="log a line for each request, without its text"),
     Option("--log-prompts", help="also log the prompts"),
-    Option("--no-page", help="no chat page at /"),
+    Option("--no-page", help="serve no chat page at /"),
 )  # fmt: skip
 EVAL = (
     Option(
         "--perplexity", "FILE", "another way to name the texts", excludes=("--tasks", "--builtin")
     ),
     Option(
-        "--window", "N", "tokens per window, for perplexity (max_target_length)", whole_number(2),
-        excludes=("--tasks", "--builtin"),
+        "--window", "N", "perplexity: tokens per window (default: max_target_length)",
+        whole_number(2), excludes=("--tasks", "--builtin"),
     ),
     Option(
-        "--stride", "N", "tokens between windows (--window); smaller: more context",
+        "--stride", "N",
+        "perplexity: tokens from the start of a window to the start of the next; a smaller stride "
+        "gives each token more context (default: --window)",
         whole_number(1), excludes=("--tasks", "--builtin"),
     ),
     Option(
         "--tasks", "A,B", "tasks of lm-eval: names, groups, tags or patterns",
         excludes=("--builtin",),
     ),
-    Option("--include-path", "FOLDER", "YAML files of further tasks", needs=("--tasks",)),
+    Option("--include-path", "FOLDER", "a folder of YAML files with further tasks",
+           needs=("--tasks",)),
     Option(
-        "--num-fewshot", "N", "examples before each question (the task's)", whole_number(0),
-        needs=("--tasks",),
+        "--num-fewshot", "N", "solved examples before each question (default: the task's number)",
+        whole_number(0), needs=("--tasks",),
     ),
-    Option("--builtin", "NAME,...", "benchmarks that are generated from a seed; all: every one"),
+    Option("--builtin", "NAME,...", "benchmarks generated from a seed; all: every benchmark"),
     Option("--seed", "N", "seed of the questions", whole_number(0), default=0,
            needs=("--builtin",)),
     Option(
         "--limit", "N", "questions per task", whole_number(1), needs=("--tasks", "--builtin")
     ),
     Option(
-        "--apply-chat-template", help="ask questions as messages of a chat",
+        "--apply-chat-template", help="send questions as chat messages",
         needs=("--tasks", "--builtin"),
     ),
     ADAPTER,
@@ -290,27 +310,29 @@ BENCH_SERVE = (
     Option(
         "--url", "URL", "address of the server", ANY_TEXT, default="http://127.0.0.1:8000"
     ),
-    Option("--api-key", "KEY", "key of the server", ANY_TEXT, variable=KEY_VARIABLE),
-    Option("--model", "NAME", "a model of the server (its first)", ANY_TEXT),
-    Option("--streams", "N", "closed loop: N requests at a time (16)", whole_number(1)),
+    Option("--api-key", "KEY", "the server's key", ANY_TEXT, variable=KEY_VARIABLE),
+    Option("--model", "NAME", "a model of the server (default: its first)", ANY_TEXT),
+    Option("--streams", "N", "closed loop: N requests at a time (default: 16)", whole_number(1)),
     Option(
         "--rate", "R", "open loop: R requests per second, at random times; inf: all at once",
         positive_number(allow_infinite=True), excludes=("--streams",),
     ),
     Option("--requests", "N", "number of requests", whole_number(1)),
-    Option("--duration", "S", "seconds in which requests are sent (30)", positive_number(),
-           excludes=("--requests",)),
-    Option("--prompt-tokens", "A[-B]", "length of prompts, uniformly distributed (128)",
+    Option("--duration", "S", "seconds for which to send requests (default: 30)",
+           positive_number(), excludes=("--requests",)),
+    Option("--prompt-tokens", "A[-B]", "tokens per prompt, uniformly distributed (default: 128)",
            TOKEN_RANGE),
-    Option("--new-tokens", "A[-B]", "length of completions (64)", TOKEN_RANGE),
+    Option("--new-tokens", "A[-B]",
+           "tokens per completion, uniformly distributed (default: 64)", TOKEN_RANGE),
     Option("--seed", "N", "seed of lengths, tokens and arrival times", whole_number(0), default=0),
     Option("--timeout", "S", "seconds per request", positive_number(), default=600),
-    Option("--json", "OUT", "write the numbers as JSON", PATH),
-    Option("--plot", "OUT.png", "draw distributions and time lines", PATH),
+    Option("--json", "OUT", "write the results as JSON", PATH),
+    Option("--plot", "OUT.png", "plot the distributions, and throughput and requests over time",
+           PATH),
 )  # fmt: skip
 CONVERT = (
     Option("--dtype", "DTYPE", "dtype of all floating-point weights: float32, bfloat16 or float16 "
-           "(unchanged)", DTYPE),
+           "(default: unchanged)", DTYPE),
 )  # fmt: skip
 TO_HF = (
     *CONVERT,
@@ -321,27 +343,31 @@ TO_HF = (
 CONFIG = (
     Option("--changed", help="show only keys that differ from base.yml"),
     Option(
-        "--format", "yaml|json", "machine-readable; the YAML can be used as a FILE",
+        "--format", "yaml|json", "machine-readable output; the YAML can be used as a FILE",
         one_of("yaml", "json"),
     ),
 )  # fmt: skip
 INSPECT = (
     Option(
-        "--verify", help="read every file and compare it with its recorded checksum"
+        "--verify", help="read every file, and compare it with its recorded checksum"
     ),
     JSON,
 )  # fmt: skip
 DATA_INSPECT = (
-    Option("--batches", "N", "number of batches", whole_number(1), default=1),
-    Option("--rows", "N", "rows to show from each batch", whole_number(0), default=4),
+    Option("--batches", "N", "number of batches to read", whole_number(1), default=1),
+    Option(
+        "--rows", "N", "rows to show from each batch; 0: only statistics", whole_number(0),
+        default=4,
+    ),
     Option("--eval", help="show evaluation data"),
     JSON,
-)
+)  # fmt: skip
 DATA_PREPARE = (
     Option("--out", "DIR", "a new or empty folder, or one to resume", PATH, is_required=True),
-    Option("--workers", "N", "processes (all cores)", whole_number(1)),
+    Option("--workers", "N", "number of processes (default: one per core)", whole_number(1)),
     Option(
-        "--shard-documents", "N", "documents per file (by the size of the data)", whole_number(1)
+        "--shard-documents", "N", "documents per file (default: by the size of the data)",
+        whole_number(1),
     ),
 )  # fmt: skip
 DATA_INDEX = (
@@ -350,7 +376,8 @@ DATA_INDEX = (
     Option("--dtype", "DTYPE", "dtype of the tokens", default="uint32"),
 )
 TOKENIZER_TRAIN = (
-    Option("--out", "PATH", "a folder for bpe, a file.model for the other kinds", is_required=True),
+    Option("--out", "PATH", "a folder for bpe, a *.model file for the other kinds",
+           is_required=True),
     Option(
         "--kind", "KIND",
         "bpe (byte level, tokenizer.json), sentencepiece (unigram), or sentencepiece-bpe",
@@ -366,7 +393,7 @@ TOKENIZER_TRAIN = (
     ),
     Option(
         "--max-chars", "N",
-        "characters of training text, sampled over all documents (max_corpus_chars=N)",
+        "limit of training text in characters, sampled over all documents (max_corpus_chars=N)",
         overrides="max_corpus_chars",
     ),
     Option("--overwrite", help="replace an existing PATH"),
@@ -374,11 +401,11 @@ TOKENIZER_TRAIN = (
 ESTIMATE = (
     Option(
         "--target", "NAME",
-        "cpu, cpu:8, gpu, or a TPU slice such as v5p:4x4x4 or v5p-128 (compile_topology, else this "
-        "machine)",
+        "cpu, cpu:8, gpu, or a TPU slice such as v5p:4x4x4 or v5p-128 (default: compile_topology, "
+        "else this machine)",
     ),
     Option("--slices", "N", "number of slices of a TPU target", whole_number(0)),
-    Option("--no-compile", help="estimate from shapes only"),
+    Option("--no-compile", help="estimate by arithmetic, without compiling the step"),
     Option(
         "--search", help="also compile the suggestions, to confirm them",
         excludes=("--no-compile",),
