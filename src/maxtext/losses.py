@@ -1,4 +1,9 @@
-"""The losses of post-training, as pure functions: `from maxtext import losses`."""
+"""The losses of post-training, as pure functions of arrays: `from maxtext import losses`.
+
+`sft`, `dpo`, `orpo`, `grpo` and `distill` return (loss, metrics); `divergence` returns the loss
+alone. `logps`, `entropies`, `advantages`, `degenerate_groups`, `sampler_weights` and `anneal`
+compute their arguments.
+"""
 
 from maxtext.trainers.losses.advantages import advantages, degenerate_groups
 from maxtext.trainers.losses.common import entropies, logps, sft

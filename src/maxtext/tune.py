@@ -1,5 +1,8 @@
 """Fine-tuning from Python: `tune.sft(model, data, **keys)`, `tune.dpo`, `tune.orpo`,
-`tune.reward`, `tune.distill`, `tune.grpo(model, rows, rewards=[f], **keys)`."""
+`tune.reward`, `tune.distill(student, teacher, data, **keys)` and
+`tune.grpo(model, rows, rewards=[f], **keys)`. Each returns a `TuningRun`. `tune.encode` and
+`tune.encode_pair` show the tokens of a row.
+"""
 
 from maxtext.trainers.tune import (
     TuningRun,

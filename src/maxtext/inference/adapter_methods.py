@@ -61,13 +61,14 @@ class AdapterMethods:
         return InferenceModel(self.config, self.rules, context, self.template, weights, slots)
 
     def load_adapter(self, folder: str | os.PathLike, name: str | None = None) -> None:
-        """Load one more PEFT folder. Nothing is compiled again if it has no more than the adapters
-        that the model was built for: layers, ranks, DoRA, modules saved in full."""
+        """Load one more PEFT folder, by default under the name of the folder. Programs are compiled
+        again only if the adapter has layers, a rank, DoRA or fully saved modules that the model was
+        not built for. Raises UserError while requests are running."""
         self.add_adapter(name or local_path(folder).name, read_adapter(folder, self.config))
 
     def add_adapter(self, name: str, adapter: Adapter) -> None:
-        """Serve an adapter by a name. Raises UserError, and changes nothing, if that is not
-        possible."""
+        """Serve an adapter under a name. If that is not possible, raises UserError and changes
+        nothing."""
         self.adapters.add(name, adapter)
         try:
             self.update_adapters()
@@ -76,7 +77,7 @@ class AdapterMethods:
             raise
 
     def drop_adapter(self, name: str) -> None:
-        """Free the slot of an adapter."""
+        """Unload an adapter, and free its slot. Raises UserError while requests are running."""
         self.adapters.remove(name)
         self.update_adapters()
 
@@ -94,7 +95,8 @@ class AdapterMethods:
         self.model = self.build_model(jax.tree.map(jnp.asarray, weights))
 
     def save_adapter(self, folder: str | os.PathLike, name: str | None = None) -> None:
-        """Write an adapter (by default the first) as a PEFT folder."""
+        """Write an adapter, by default the first, as a PEFT folder. Raises UserError if none is
+        loaded."""
         loaded = self.adapters.find(name)
         if loaded is None:
             raise UserError("which adapter? none is loaded")

@@ -1,7 +1,7 @@
 """An engine in its own thread, for servers: many threads or event loops submit requests, and each
 receives the deltas of its requests.
 
-Only this thread touches the engine; other threads send it commands through a queue. The output of a
+Only this thread uses the engine; other threads send it commands through a queue. The output of a
 step reaches each event loop in one call, so that many streams wake the loop only once per step.
 """
 
@@ -65,8 +65,12 @@ class EngineStats:
 
 
 class AsyncEngine:
-    """Runs an engine in its own thread: up to `slots` sequences at a time, and up to `max_queue`
-    that wait.
+    """Runs the engine of an `LLM` in its own thread: up to `slots` sequences at a time, with up to
+    `max_queue` more waiting. Any thread or event loop may submit requests at any time.
+
+    `submit` returns a stream of deltas to iterate in a thread, and `submit_async` one to iterate in
+    an event loop. If an engine step fails, all requests end with EngineError, and the engine is
+    created again, once.
     """
 
     def __init__(
@@ -76,8 +80,8 @@ class AsyncEngine:
         length: int | None = None,
         max_queue: int = 1024,
     ):
-        """`slots` and `length` default to the global batch size and max_target_length of the
-        configuration. The thread starts at once.
+        """Start the thread. `slots` and `length`, the largest number of tokens of a sequence,
+        default to the global batch size and max_target_length of the configuration.
         """
         self.llm = llm
         self.size = (
@@ -122,25 +126,25 @@ class AsyncEngine:
         return self.engine.programs.compilation
 
     def submit(self, request: GenerationRequest, timeout: float | None = None) -> CompletionStream:
-        """Queue a request and return its stream, for a consumer in a thread.
+        """Queue a request, and return its stream for a consumer in a thread.
 
-        Tokenizes and checks the request in the caller's thread. Raises UserError if it is invalid,
-        and EngineError if the queue is full or the engine does not accept requests. `timeout` is in
-        seconds, from now to the last token.
+        The request is tokenized and checked in the caller's thread. Raises UserError if it is
+        invalid, and EngineError if the queue is full or the engine does not accept requests. If the
+        last token has not been sampled `timeout` seconds from now, the stream raises EngineError.
         """
         return self.open_stream(CompletionStream, self.prepare(request), timeout)
 
     def submit_async(
         self, prepared: PreparedRequest, timeout: float | None = None
     ) -> AsyncCompletionStream:
-        """Queue a prepared request and return its stream, for a consumer in the running event loop.
+        """Queue a prepared request, and return its stream for a consumer in the running event loop.
         Raises EngineError as `submit` does.
         """
         return self.open_stream(AsyncCompletionStream, prepared, timeout)
 
     def prepare(self, request: GenerationRequest) -> PreparedRequest:
-        """Tokenize and check a request, and compile its grammar, which may take a while. Raises
-        UserError if it is invalid.
+        """Tokenize and check a request, and compile its grammar, which may take seconds. Raises
+        UserError if the request is invalid.
         """
         return self.llm.prepare(self.engine, request)
 
@@ -189,23 +193,24 @@ class AsyncEngine:
             )
 
     def cancel(self, request_id: int) -> None:
-        """Drop a request. Its slots and blocks are free after the step in progress."""
+        """Drop a request. Its slots and blocks are freed after the step in progress."""
         self.commands.put(lambda: self.end(request_id, END))
 
     def update(self, function: Callable[[], None]) -> Future[None]:
-        """Call a function that changes the model, such as one that loads an adapter, after the
-        requests that are running now have finished. Requests that arrive meanwhile wait.
+        """Call a function that changes the model, such as one that loads an adapter, when the
+        requests that are running now have finished. Requests that arrive meanwhile wait. The future
+        is done when the function has returned, or has its exception.
         """
         future: Future[None] = Future()
         self.commands.put(lambda: self.updates.append((function, future)))
         return future
 
     def drain(self, timeout: float) -> bool:
-        """Accept no more requests, drop waiting requests, and wait for running requests. After
-        `timeout` seconds, drop these as well; returns whether all of them were finished.
+        """Accept no more requests, drop the waiting requests, and wait for the running requests.
+        After `timeout` seconds, drop these as well. Returns whether all running requests finished.
 
-        Consumers receive the error at once, even if the engine's thread is in a step that compiles
-        a program.
+        Consumers of dropped requests receive an EngineError at once, even if the engine's thread is
+        in a step that compiles a program.
         """
         with self.lock:
             if self.status == "ready":
@@ -241,8 +246,8 @@ class AsyncEngine:
             self.cancel(stream.request_id)
 
     def close(self, timeout: float | None = None) -> bool:
-        """End the thread. Unfinished requests are dropped. Returns False if a step, which may
-        compile a program, takes longer than `timeout` seconds.
+        """End the thread, and drop unfinished requests. Returns False if the step in progress,
+        which may compile a program, takes longer than `timeout` seconds.
         """
         with self.lock:
             if self.status == "ready":
@@ -319,8 +324,8 @@ class AsyncEngine:
                 self.count_finished(stream, 1)
 
     def run_commands(self, wait: bool, timeout: float | None = None) -> None:
-        """Run the commands that are there; with `wait`, at least one, unless `timeout` seconds
-        pass before. While sequences run, the rest of many commands is left for after a step.
+        """Run the commands in the queue; with `wait`, wait up to `timeout` seconds for the first.
+        While sequences run, only COMMAND_SECONDS are spent on commands between two steps.
         """
         end = time.monotonic() + COMMAND_SECONDS
         while not self.stopping:
@@ -338,8 +343,8 @@ class AsyncEngine:
 
     def gather(self) -> None:
         """Before a prefill that is not full, wait for requests that are being parsed. A burst of
-        requests then has one prefill, and one phase in which all of them decode, instead of many
-        programs for a few of them. While most slots are in use, running requests do not wait.
+        requests is then prefilled and decoded together, instead of by many programs for a few
+        requests each. While most slots are in use, running requests do not wait.
         """
         scheduler = self.engine.scheduler
         deadline = time.monotonic() + MAX_GATHER_SECONDS

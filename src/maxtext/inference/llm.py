@@ -74,8 +74,8 @@ MAX_SLOTS = 256  # sequences at a time, for a list of prompts
 
 
 class LLM(AdapterMethods):
-    """A language model with its weights, sharded over the mesh of its configuration. `LLM.load`
-    opens a folder.
+    """A language model with its weights, sharded over the mesh of its configuration. Create it with
+    `LLM.load` from a folder or a name, or with `LLM.from_config` from a resolved configuration.
     """
 
     def __init__(
@@ -87,9 +87,9 @@ class LLM(AdapterMethods):
         context: BuildContext | None = None,
         adapters: Mapping[str, Adapter] | None = None,
     ):
-        """`template` and `weights` are in the layout of checkpoints; the LLM owns the weights from
-        now on. `context` overrides the facts about devices that the mesh gives. `adapters`: by
-        name. Raises UserError for a reward model."""
+        """`template` and `weights` have the layout of checkpoints; the LLM owns the weights from
+        now on. `context` overrides the context of the mesh. `adapters` maps names to adapters.
+        Raises UserError for a reward model."""
         if config.num_labels:
             raise UserError(
                 f"{config.load_parameters_path or 'this'} is a reward model, which scores texts "
@@ -117,15 +117,18 @@ class LLM(AdapterMethods):
         adapters: Folders = None,
         **keys: Any,
     ) -> "LLM":
-        """Open a Hugging Face folder, a native folder, a run's checkpoints, or `org/name` of the
-        Hugging Face Hub (`org/name@revision`); the name of a model gives random weights.
+        """Load a model from a Hugging Face folder, a native folder, a run's folder (its newest
+        checkpoint), or `org/name` or `org/name@revision` of the Hugging Face Hub. A name from
+        `maxtext models` gives a model with random weights.
 
         `adapters` are PEFT folders or names of the Hub: a list, in which each adapter is named
-        after its folder, or a dict by name.
+        after its folder, or a dict that maps names to folders. While weights are read, `progress`
+        is called with (bytes done, total bytes, name of the last tensor).
 
-        Keywords are configuration keys: dtype, weight_dtype, attention, ici_tensor_parallelism …
-        Layers are unrolled unless scan_layers=True, and weights that are bfloat16 on disk stay
-        bfloat16 unless weight_dtype is set.
+        Keywords are configuration keys, such as dtype, weight_dtype, attention or
+        ici_tensor_parallelism. Layers are unrolled unless scan_layers=True, and weights that are
+        bfloat16 on disk stay bfloat16 unless weight_dtype is set. Raises ConfigError if the model
+        is not found or a key is invalid, and UserError if the folder cannot be read as a model.
         """
         folder = find_folder(path, keys.get("hf_access_token"))
         if folder.is_dir():
@@ -149,11 +152,11 @@ class LLM(AdapterMethods):
         context: BuildContext | None = None,
         adapters: Folders = None,
     ) -> "LLM":
-        """The model of a resolved configuration, with the weights of a checkpoint or random
-        weights.
+        """Build the model of a resolved configuration, with the weights of `checkpoint` or random
+        weights. If the keys ask for it, save it or compile its programs.
 
-        Saves and warms up the model if the keys ask for it. `context` is for tests of other
-        devices. `adapters` are as in `load` and default to those at lora_input_adapters_path.
+        `context` is for tests of other devices. `progress` and `adapters` are as in `load`;
+        adapters default to those at lora_input_adapters_path.
         """
         if config.parameter_memory_host_offload:
             raise ConfigError(
@@ -179,9 +182,9 @@ class LLM(AdapterMethods):
         return llm
 
     def logits(self, token_ids: ArrayLike | Sequence, adapter: str | None = None) -> jax.Array:
-        """Token ids [B, S], or [S] of one sequence -> the logits of the next token at every
-        position, [..., S, V]. `adapter` is as in `GenerationRequest`.
-        """
+        """The logits of the next token at every position: [B, S, V] for token ids [B, S], or [S, V]
+        for the ids [S] of one sequence. `adapter` is as in `GenerationRequest`. Raises UserError
+        for ids outside the vocabulary."""
         rows = np.asarray(token_ids)
         if rows.ndim not in (1, 2) or rows.size == 0 or not np.issubdtype(rows.dtype, np.integer):
             raise UserError(
@@ -209,16 +212,20 @@ class LLM(AdapterMethods):
         adapter: str | None | Sequence[str | None] = None,
         **options: Any,
     ) -> Any:
-        """Complete prompts. A text gives a text, and a list of texts a list; lists of ids give
-        lists of ids. An array of ids [B, S] gives the array of new ids [B, up to max_new_tokens],
-        in which a shorter row is padded with its last id. The ids of a single prompt need no outer
-        list. With n > 1, each prompt has n such results: a list, or an axis after the first. Prompt
-        and completion together have at most max_target_length tokens.
+        """Complete one prompt or several. The result has the form of `prompts`:
 
-        A completion ends with the model's end-of-sequence token, unless `ignore_eos`, and before
-        any of the texts in `stop`. `adapter` is one name for all prompts or a list with one name
-        for each, as in `GenerationRequest`. `options` are other fields of `SamplingParams`.
-        """
+        - a string: the text of the completion; a list of strings: a list of texts
+        - a list of token ids: the new ids; a list of such lists: a list of lists
+        - an array of ids [S] or [B, S]: an int32 array of new ids, [N] or [B, N] with N at most
+          max_new_tokens; shorter rows are padded with their last id
+
+        With n > 1, each prompt has n results: a list of them, or an axis of the array after the
+        batch axis. A completion ends with the model's end-of-sequence token unless `ignore_eos`,
+        before the first string of `stop` that appears, after `max_new_tokens`, or when prompt and
+        completion have max_target_length tokens together. `adapter` is one name for all prompts, or
+        a list with one name for each, as in `GenerationRequest`. `options` are further fields of
+        `SamplingParams`, which documents all options. Raises UserError if an option is invalid or a
+        prompt cannot be served."""
         params = SamplingParams(
             temperature=temperature,
             top_k=top_k,
@@ -256,8 +263,7 @@ class LLM(AdapterMethods):
         params: SamplingParams,
         adapter: str | None | Sequence[str | None] = None,
     ) -> list[Completion]:
-        """The `n` completions of each prompt, in order. Raises UserError if one cannot be
-        served."""
+        """The `n` completions of each prompt, in order. Raises UserError as `generate` does."""
         requests = []
         prompts = list(prompts)
         names = [adapter] * len(prompts) if adapter is None or isinstance(adapter, str) else adapter
@@ -278,7 +284,8 @@ class LLM(AdapterMethods):
         return completions
 
     def stream(self, request: GenerationRequest | str, **params: Any) -> Iterator[str]:
-        """The completion of one prompt as text deltas. Keywords are `SamplingParams` for a text."""
+        """Yield the completion of one prompt as text deltas. For a text, keywords are fields of
+        `SamplingParams`. Raises UserError if the request cannot be served."""
         if isinstance(request, GenerationRequest) and params:
             raise UserError(
                 f"a GenerationRequest has its own params: put {', '.join(params)} into them"
@@ -308,13 +315,13 @@ class LLM(AdapterMethods):
         spare_tokens: int = 0,
         memory_fraction: float = MAX_CACHE_FRACTION,
     ) -> Iterator[Completion]:
-        """The completions of requests, `n` for each, in the order in which they finish. A request
-        that cannot be served has one completion with its error; the others continue.
+        """Yield the `n` completions of each request, in the order in which they finish. A request
+        that cannot be served yields one completion with its `error`; the others continue.
 
-        An iterator is read as slots become free, and each device runs per_device_batch_size
-        requests at a time. A list may run more at a time: as many as fit into `memory_fraction` of
-        the free memory with `spare_tokens` more tokens each than they need, unless prefixes are
-        cached from call to call.
+        If `requests` is an iterator, it is read as slots become free, and each device runs
+        per_device_batch_size sequences at a time. If it is a list and prefix caching is off, more
+        sequences may run at a time: as many as fit into `memory_fraction` of the free memory, with
+        room for `spare_tokens` more tokens each than they need.
         """
         slots, length = self.config.global_batch_size_to_load, self.config.max_target_length
         if isinstance(requests, Sequence) and not self.config.enable_prefix_caching:
@@ -336,7 +343,7 @@ class LLM(AdapterMethods):
         length: int,
         expects_requests: bool = False,
     ) -> Iterator[CompletionDelta]:
-        """Run requests through the engine; yields what each step adds to their completions.
+        """Run requests through the engine, and yield the deltas that each step adds to completions.
         `expects_requests`: use the programs of a server, which expects further requests."""
         source, exhausted = enumerate(requests), False
         engine = self.engine_for(slots, length)
@@ -370,10 +377,9 @@ class LLM(AdapterMethods):
         return PreparedRequest(prepared, request, adapter, matcher)
 
     def engine_for(self, slots: int, length: int) -> InferenceEngine:
-        """The engine for `slots` sequences of up to `length` tokens at a time. It is reused, with
-        its prefix cache, until another size is needed. While it is leased, a second caller gets
-        another engine, which keeps the layout of the weights.
-        """
+        """The engine for `slots` sequences of up to `length` tokens. It is reused, with its prefix
+        cache, until another size is needed. While it is leased, a second caller gets another
+        engine, which keeps the layout of the weights."""
         if self.config.capacity_factor > 0:
             raise ConfigError(
                 f"capacity_factor={self.config.capacity_factor:g} lets experts drop tokens, so that"
@@ -416,9 +422,7 @@ class LLM(AdapterMethods):
                 list(self.run(requests, *size, expects_requests=True))
 
     def save(self, folder: str | os.PathLike, progress: Progress | None = None) -> None:
-        """Write the weights unchanged, with config.yml, to a folder that `LLM.load` and `maxtext
-        convert` can read.
-        """
+        """Write the weights unchanged to a native folder, with config.yml and the tokenizer."""
         hf_assets, names = self.origin
         weights = PackedWeights(ModelWeights(self.model.checkpoint_weights, self.param_infos))
         save_native(folder, self.config, weights, hf_assets, names, progress)
@@ -430,10 +434,9 @@ class LLM(AdapterMethods):
         progress: Progress | None = None,
         text_only: bool = False,
     ) -> None:
-        """Write a Hugging Face folder. Weights are written in `dtype` (but see `param_dtypes`), or
-        in the dtypes of the folder that was loaded. Raises ConfigError if that folder had vision or
-        audio tensors, unless `text_only`.
-        """
+        """Write a Hugging Face folder. Weights are written in `dtype` (for exceptions, see
+        `param_dtypes`), by default in the dtypes of the folder that was loaded. Raises ConfigError
+        if that folder had vision or audio tensors, unless `text_only`."""
         hf_assets, names = self.origin
         wanted = parse_dtype(dtype)
         dtypes = self.disk_dtypes if wanted is None else param_dtypes(self.param_infos, wanted)

@@ -1,4 +1,4 @@
-"""Fine-tuning from Python, by the same code as the commands.
+"""Fine-tuning from Python, with the same code as the commands.
 
 run = tune.sft("~/models/Qwen3-0.6B", rows, lora_rank=16, steps=100)
 run.metrics[-1]["loss"]
@@ -45,49 +45,59 @@ PARQUET, JSONL = ".parquet", (".jsonl", ".json")
 
 @dataclass(frozen=True)
 class TuningRun:
-    """A finished run. `metrics` has one dict per step that this process ran."""
+    """A finished run. `metrics` has a dict for each step that this process ran, with the keys
+    "step", "loss", "tokens", "seconds" and the other metrics of the method.
+    """
 
     metrics: list[Json]
-    folder: Path | None  # None: nothing was left on disk
+    folder: Path | None  # None: the run left nothing on disk
     result: Result
     checkpoint: Checkpoint | None
 
     @cached_property
     def model(self) -> LLM:
-        """The trained model, or the base with its trained adapter."""
+        """The trained model, or the base with the trained adapter."""
         return trained_llm(self.result.context, self.result.state, self.checkpoint)
 
 
 def sft(model: str | os.PathLike, data: TrainingData = None, **keys: Any) -> TuningRun:
-    """Supervised fine-tuning.
+    """Supervised fine-tuning on rows of conversations, prompts with completions, or texts.
 
-    `model`: a folder or name, as for `LLM.load`. `data`: a list of rows, the path of a JSONL or
-    Parquet file, or None if the keys name the data. `keys`: configuration keys.
+    `model` is a folder or a name, as in `LLM.load`. `data` is an iterable of rows (dicts), the path
+    of a JSONL or Parquet file, or None if the keys name the data. `keys` are configuration keys,
+    which override the preset sft.yml. Without base_output_directory, the run saves no checkpoints
+    and leaves nothing on disk.
+
+    Raises ConfigError for invalid keys or data of another format, and UserError for rows that are
+    not JSON.
     """
     return fine_tune("sft", model, data, keys)
 
 
 def dpo(model: str | os.PathLike, data: TrainingData = None, **keys: Any) -> TuningRun:
-    """Direct preference optimization; takes the arguments of `sft`."""
+    """Direct preference optimization (DPO) on pairs of a chosen and a rejected completion. The
+    arguments are those of `sft`."""
     return fine_tune("dpo", model, data, keys)
 
 
 def orpo(model: str | os.PathLike, data: TrainingData = None, **keys: Any) -> TuningRun:
-    """Odds-ratio preference optimization; takes the arguments of `sft`."""
+    """Odds-ratio preference optimization (ORPO) on preference pairs, without a reference model. The
+    arguments are those of `sft`."""
     return fine_tune("orpo", model, data, keys)
 
 
 def reward(model: str | os.PathLike, data: TrainingData = None, **keys: Any) -> TuningRun:
-    """Train a reward model on preference pairs; takes the arguments of `sft`. The run writes it to
-    `reward_model/` in its folder, or with lora_rank to `adapter/`."""
+    """Train a reward model on preference pairs. The arguments are those of `sft`. With
+    base_output_directory, the run writes the model to `reward_model/` in its folder, or with
+    lora_rank an adapter to `adapter/`."""
     return fine_tune("reward", model, data, keys)
 
 
 def distill(
     student: str | os.PathLike, teacher: str | os.PathLike, data: TrainingData = None, **keys: Any
 ) -> TuningRun:
-    """Distill a teacher into a student; `teacher` is a folder. The other arguments are as in
-    `sft`.
+    """Train a student on the logits of a teacher with the same vocabulary. `student` and `data` are
+    as `model` and `data` in `sft`, and `teacher` is a folder or a name of the Hugging Face Hub.
     """
     overrides = {
         "load_parameters_path": str(find_folder(teacher)),
@@ -104,13 +114,17 @@ def grpo(
     environment: EnvironmentFactory | None = None,
     **keys: Any,
 ) -> TuningRun:
-    """Reinforcement learning on groups of sampled completions (GRPO; GSPO by loss_algo).
+    """Reinforcement learning on groups of sampled completions (GRPO; GSPO with loss_algo).
 
-    `rewards`: functions f(prompts, completions, **columns) that return a number or None for each
-    completion; they may be async. Without functions, the built-in rewards apply. `tools`: functions
-    that the model may call, with type hints and a docstring. `environment`: a function that returns
-    a new `Environment` for each conversation, instead of tools; its rewards are added. The other
-    arguments are as in `sft`.
+    - `rewards`: functions f(prompts, completions, **columns) that return a list with a number for
+      each completion, or None for a completion that is not scored. They may be async. Without
+      functions, the built-in rewards apply.
+    - `tools`: functions that the model may call, with type hints and a docstring.
+    - `environment`: instead of tools, a function that returns a new `Environment` for each
+      conversation. Its rewards are added to those of the functions.
+
+    The other arguments are as in `sft`. Raises ConfigError if tools and an environment are both
+    given.
     """
     agent = Agent.from_python(tools, environment)
     if agent is not None:
@@ -121,8 +135,8 @@ def grpo(
 
 
 def encode(row: Mapping[str, object], tokenizer: str | os.PathLike, **keys: Any) -> Json:
-    """The token ids of a row, and the mask of the tokens that `sft` trains on. `tokenizer`: a path,
-    as in tokenizer_path.
+    """{"ids", "mask"}: the token ids of a row, and 1 for the tokens that `sft` trains on, else 0.
+    `tokenizer` is a value of tokenizer_path, and `keys` are configuration keys.
     """
     config, loaded = tokenizer_config("sft", tokenizer, keys)
     encoded = encode_rows.encode_row(dict(row), config, loaded)
@@ -132,7 +146,8 @@ def encode(row: Mapping[str, object], tokenizer: str | os.PathLike, **keys: Any)
 def encode_pair(
     row: Mapping[str, object], tokenizer: str | os.PathLike, **keys: Any
 ) -> dict[str, list[int]]:
-    """The token ids of the prompt and of the two completions that `dpo` and `orpo` compare."""
+    """{"prompt", "chosen", "rejected"}: the token ids of the prompt and of the two completions that
+    `dpo`, `orpo` and `reward` compare. The arguments are those of `encode`."""
     config, loaded = tokenizer_config("dpo", tokenizer, keys)
     pair = encode_rows.encode_pair(dict(row), config, loaded)
     return {name: getattr(pair, name).tolist() for name in ("prompt", "chosen", "rejected")}
@@ -155,7 +170,7 @@ def fine_tune(
     rewards: Sequence[RewardFunction] = (),
     agent: Agent | None = None,
 ) -> TuningRun:
-    """Train with the preset of a method. Without base_output_directory, leave nothing on disk."""
+    """Run a method with its preset. Without base_output_directory, leave nothing on disk."""
     overrides, checkpoint = model_overrides(model, keys)
     with tempfile.TemporaryDirectory(prefix="maxtext-") as temporary:
         defaults = {"base_output_directory": temporary, "enable_checkpointing": False}
@@ -171,7 +186,8 @@ def fine_tune(
 def model_overrides(
     model: str | os.PathLike, keys: Mapping[str, Any]
 ) -> tuple[Layer, Checkpoint | None]:
-    """The keys, including the keys that name the model; and the model's folder, opened."""
+    """(overrides, checkpoint): the keys with the key that names the model, and the model's opened
+    folder, or None for a named model."""
     folder = find_folder(model, keys.get("hf_access_token"))
     if folder.is_dir():
         path = str(folder)
@@ -185,7 +201,7 @@ def model_overrides(
 
 
 def data_keys(data: TrainingData, folder: str) -> Json:
-    """The keys of the training data: at a path, or rows, which are written to `folder`."""
+    """The keys that name the training data; rows are written to a file in `folder`."""
     if data is None:
         return {}
     path = local_path(data) if isinstance(data, str | os.PathLike) else write_rows(data, folder)

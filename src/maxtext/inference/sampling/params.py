@@ -44,18 +44,19 @@ class SamplingMode(IntEnum):
 
 
 class TokenArrays(NamedTuple):
-    """Fields of a request that may have many tokens, for numpy. Ids are int32; larger ones, which
-    no vocabulary has, are the largest number of that type.
+    """The fields of a request that may have many tokens, as NumPy arrays. Ids are int32; larger
+    ids, which no vocabulary has, become the largest int32.
     """
 
     biased: np.ndarray
-    biases: np.ndarray  # float32, of each of them
+    biases: np.ndarray  # float32, one per biased token
     allowed: np.ndarray | None
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How the tokens of one request are sampled, and when generation stops.
+    """How the tokens of one request are sampled, and when generation stops. The constructor raises
+    RequestError for a value of the wrong type or out of range.
 
     The logits l of the next token are processed in this order:
 
@@ -64,26 +65,34 @@ class SamplingParams:
        l * r.
     3. `frequency_penalty` f and `presence_penalty` p, with the count c of a token in the
        completion: l - f c - p [c > 0].
-    4. Until the completion has `min_tokens` tokens, those that would end it are excluded.
+    4. Until the completion has `min_tokens` tokens, tokens that would end it are excluded.
     5. With `allowed_token_ids`, all other tokens are excluded.
-    6. With `bad_words`, a token is excluded that would complete the tokens of one of these texts in
-       the completion, at the beginning of a text or after a space.
+    6. With `bad_words`, tokens are excluded that would complete one of these strings in the
+       completion, at the beginning of a text or after a space.
     7. With `structured_outputs`, tokens that its grammar does not allow are excluded.
 
-    `temperature` 0 takes the most likely token, and the next three fields have no effect. Otherwise
-    a token is sampled from softmax(l / temperature), restricted to the `top_k` most likely tokens
-    (0, -1 and numbers above the size of the vocabulary: all), then to the smallest set that holds
-    `top_p` of the remaining probability, and to tokens with at least `min_p` times the probability
-    of the most likely one. Tokens that tie with the last token of a set belong to it.
+    Then a token is sampled from softmax(l / temperature). It is restricted to
 
-    A token depends on `seed`, its position and its own sequence only. With `n`, a request has n
-    completions, of which the first has the seed itself and the others have seeds derived from it.
-    Generation stops after `max_new_tokens`, with a token in `stop_token_ids`, with the model's
-    end-of-sequence token unless `ignore_eos`, or before the first text in `stop` (after it, with
-    `include_stop_str_in_output`). `logprobs` also returns the log-probability of every token under
-    the unmodified logits, and of this number of the most likely tokens at its position;
-    `prompt_logprobs` does so for the tokens of the prompt, and max_new_tokens may then be 0.
-    Special tokens are not part of the text, unless `skip_special_tokens` is false.
+    - the `top_k` most likely tokens; 0, -1 and numbers above the vocabulary size: all,
+    - of these, the smallest set of most likely tokens whose probabilities sum to at least `top_p`,
+    - and tokens with at least `min_p` times the probability of the most likely one.
+
+    Tokens that tie with the last token of a set belong to the set. With `temperature` 0, the most
+    likely token is taken, and these three fields have no effect.
+
+    A token depends on `seed`, its position and its own sequence, not on the rest of the batch. With
+    `n`, a request has n completions: the first uses the seed itself, and the others use seeds
+    derived from it. Generation stops
+
+    - after `max_new_tokens` tokens,
+    - with a token of `stop_token_ids`,
+    - with the model's end-of-sequence token, unless `ignore_eos`,
+    - before the first string of `stop` that appears; after it, with `include_stop_str_in_output`.
+
+    With `logprobs` k, the completion also has the log-probability of every token, and of the k most
+    likely tokens at its position, under the unmodified logits. `prompt_logprobs` returns the same
+    for the tokens of the prompt; max_new_tokens may then be 0. Special tokens are not part of the
+    text unless `skip_special_tokens` is false.
     """
 
     temperature: float = 0.0
@@ -165,7 +174,7 @@ class SamplingParams:
 
     @classmethod
     def from_config(cls, config: MaxTextConfig, **overrides: Any) -> "SamplingParams":
-        """The parameters that the decode_sampling_* keys describe; `overrides` are other fields."""
+        """The parameters that the decode_sampling_* keys set; `overrides` are further fields."""
         strategy = config.decode_sampling_strategy.value
         if strategy == "greedy":
             return cls(**overrides)
@@ -177,8 +186,8 @@ class SamplingParams:
         return cls(temperature=temperature, top_k=top_k, top_p=top_p, **overrides)
 
     def with_valid(self, **fields: Any) -> "SamplingParams":
-        """The same with other values of some fields, which are known to be valid: without checking
-        all fields again, which may have many tokens.
+        """A copy with other values for some fields, which must be valid: no field is checked again,
+        since fields may have many tokens.
         """
         if self.logit_bias or self.allowed_token_ids:
             _ = self.token_arrays  # which the copy shares

@@ -1,4 +1,4 @@
-"""Advantages of completions over others of the same prompt.
+"""Advantages of completions over the other completions of the same prompt.
 
 Notation: R reward, A advantage. Shapes: B rows (completions), G completions of a prompt, which are
 consecutive rows.
@@ -18,11 +18,12 @@ def advantages(
 ) -> Array:
     """A = (R − μ) / (s + epsilon), with the mean μ and the sample deviation s (n−1) of the group.
 
-    rewards [B] give [B]; each `num_generations` consecutive rows are a group.
+    rewards [B] give advantages [B]; each `num_generations` consecutive rows are a group.
 
-    scale "batch": s is the deviation of all rewards; "none": A = R − μ (Dr. GRPO);
-    "leave_one_out": A = R − mean of the others in the group (RLOO). A nan reward is not scored: it
-    is left out of μ and s, and its A is 0. Groups of equal rewards have A = 0 exactly.
+    With scale "batch", s is the deviation of all rewards; with "none", A = R − μ (Dr. GRPO); with
+    "leave_one_out", A = R − mean of the others in the group (RLOO). A completion whose reward is
+    nan is not scored: it is left out of μ and s, and its A is 0. Groups of equal rewards have A = 0
+    exactly. Raises ValueError if B is not a multiple of `num_generations`, or this is below 2.
     """
     check_choice("scale", scale, SCALES)
     rewards = constant(rewards)
@@ -62,10 +63,9 @@ def sample_deviation(groups: Array, is_scored: Array, axis: int | None) -> Array
 def degenerate_groups(
     advantages: ArrayLike, num_generations: int, *, tolerance: float = 1e-8
 ) -> Array:
-    """[B / G], true for a group with |A| ≤ tolerance for all of its completions: no policy
-    gradient.
-
-    advantages [B]. With `degenerate_group_masking` the mask of such a group becomes 0.
+    """Bools [B / G] for advantages [B]: true for a group with |A| ≤ tolerance for all of its
+    completions, which has no policy gradient. With degenerate_group_masking, the trainer sets the
+    mask of such a group to 0.
     """
     groups = float32(advantages).reshape(-1, num_generations)
     return jnp.all(jnp.abs(groups) <= tolerance, axis=1)

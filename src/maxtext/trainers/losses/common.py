@@ -1,8 +1,7 @@
-"""Functions that all losses share, and the loss of supervised fine-tuning.
+"""Functions that all losses share, and `sft`, the loss of supervised fine-tuning.
 
-`masked_sum` sums in float32, `logps` computes log-probabilities of target tokens, and `entropies`
-the entropies of the distributions over tokens. `check_choice` checks an option. `sft` is a loss of
-the same form as those in the other files.
+`masked_sum` sums in float32. `logps` computes the log-probabilities of target tokens, and
+`entropies` the entropies of the distributions over tokens. `check_choice` checks an option.
 
 Shapes: B batch, T tokens, V vocabulary.
 """
@@ -43,12 +42,12 @@ def masked_sum(x: Array, mask: Array, axis: int | None = None) -> Array:
 
 
 def divisor(count: ArrayLike) -> Array:
-    """max(count, 1), so that the mean over nothing is 0."""
+    """max(count, 1) in float32, so that the mean over nothing is 0."""
     return jnp.maximum(float32(count), 1.0)
 
 
 def check_choice(name: str, value: str, choices: Collection[str]) -> None:
-    """Raise ValueError if an option has none of its values."""
+    """Raise ValueError if the value of an option is not one of its choices."""
     if value not in choices:
         raise ValueError(f"{name}={value!r} is not one of {', '.join(choices)}")
 
@@ -75,10 +74,10 @@ def sft(
 ) -> tuple[Array, dict[str, Array]]:
     """loss = Σ mask·(−logps) / max(N, 1), N = Σ mask, or `tokens` if given.
 
-    logps and mask [B, T]; the mask is 1 at tokens that are trained on. With the `tokens` of the
-    whole batch, the losses of microbatches sum to that of the batch.
+    logps and mask are [B, T]; the mask is 1 at tokens that are trained on. If `tokens` counts the
+    whole batch, the losses of its microbatches sum to the loss of the batch.
 
-    Metrics: `tokens`, the number of tokens in the mask.
+    Returns (loss, metrics). Metrics: `tokens` = Σ mask.
     """
     mask = float32(mask)
     count = mask.sum()

@@ -1,4 +1,4 @@
-"""Losses of a student that learns from a teacher, and the schedules of their weights.
+"""Losses that train a student on the logits of a teacher, and the schedules of their weights.
 
 Shapes: B batch, T tokens, V vocabulary, K entries of the vocabulary, L layers, D features.
 """
@@ -47,13 +47,14 @@ def distill(
     - feature: mean over the layers of 1 − cosine, or of the mean square over D (`feature_loss`
       "l2")
 
-    student [B, T, V] and teacher [B, T, V] are logits, targets and mask [B, T]. With `indices`
-    [B, T, K], teacher is [B, T, K], its logits at these indices of the vocabulary, and both sides
-    of the KL are softmaxes over them. Features are [L, B, T, D]; a nonzero `beta` needs them. The
-    teacher has no gradient. The means divide by Σ mask, or by `tokens` if given.
+    `student` and `teacher` [B, T, V] are logits; `targets` and `mask` are [B, T]. With `indices`
+    [B, T, K], `teacher` [B, T, K] has only the logits at these indices of the vocabulary, and both
+    sides of the KL are softmaxes over the K entries. Features are [L, B, T, D]; a nonzero `beta`
+    needs them. The teacher gets no gradient. The means divide by Σ mask, or by `tokens` if given.
 
-    Metrics: `soft_loss`, `hard_loss`, `kl` at T, `kl_temperature_1`, `tokens` = Σ mask;
-    `feature_loss` with features; `teacher_loss`, the teacher's hard loss, without `indices`.
+    Returns (loss, metrics). Metrics: `soft_loss`, `hard_loss`, `kl` at T, `kl_temperature_1`,
+    `tokens` = Σ mask; `feature_loss` with features; `teacher_loss`, the teacher's hard loss,
+    without `indices`. Raises ValueError for a nonzero `beta` without features.
     """
     mask = float32(mask)
     num_tokens = divisor(mask.sum() if tokens is None else tokens)
@@ -85,8 +86,8 @@ def distill(
 
 
 def log_softmax(logits: Array, temperature: Scalar) -> Array:
-    """log softmax(logits / temperature), at least −1e30: sums and differences of the logarithms of
-    0, where logits are −inf, are then defined.
+    """log softmax(logits / temperature), at least −1e30, so that differences are defined even where
+    logits are −inf.
     """
     return jnp.maximum(jax.nn.log_softmax(logits / temperature, axis=-1), MIN_LOG_PROB)
 
@@ -130,11 +131,12 @@ def divergence(
     tokens: ArrayLike | None = None,
 ) -> Array:
     """The generalized Jensen-Shannon divergence β·KL(t ‖ m) + (1−β)·KL(s ‖ m), m = β·t + (1−β)·s
-    (GKD, arXiv:2306.13649), mean over the tokens in the mask.
+    (GKD, arXiv:2306.13649), averaged over the tokens in the mask.
 
-    t and s are softmaxes of the logits [B, T, V] of teacher and student over `temperature`; there
-    is no factor T². β = 0 is the forward KL(t ‖ s), β = 1 the reverse KL(s ‖ t); `beta` is a Python
-    number. The teacher has no gradient. The mean divides by Σ mask, or by `tokens` if given.
+    t and s are the softmaxes of teacher / `temperature` and student / `temperature`, both logits
+    [B, T, V]; there is no factor T². β = 0 is the forward KL(t ‖ s), and β = 1 the reverse
+    KL(s ‖ t). `beta` is a Python number from 0 to 1; another one raises ValueError. The teacher
+    gets no gradient. The mean divides by Σ mask, or by `tokens` if given.
     """
     if not 0.0 <= beta <= 1.0:
         raise ValueError(f"beta={beta} is not in [0, 1]")
@@ -152,8 +154,9 @@ def divergence(
 
 
 def anneal(step: ArrayLike, steps: int, start: float, end: float | None, kind: str) -> Array:
-    """The weight at a step, p = min(step/steps, 1): constant a; linear a + (b−a)p; cosine
-    b + (a−b)(1 + cos πp)/2; a = `start`, b = `end`. Without an `end` it is constant.
+    """The weight of a loss at `step`. With a = `start`, b = `end` and p = min(step/steps, 1), it is
+    a for kind "constant", a + (b−a)p for "linear", and b + (a−b)(1 + cos πp)/2 for "cosine".
+    Without `end`, it is constant.
     """
     check_choice("kind", kind, ("constant", "linear", "cosine"))
     if kind == "constant" or end is None:

@@ -33,12 +33,12 @@ def sampler_weights(
     mode: str = "truncate",
     maximum: float = 2.0,
 ) -> Array:
-    """w = sg(min(exp(logps − sampler_logps), maximum)), the `weights` of `grpo` that correct for a
-    sampler whose log-probabilities differ from the trainer's for the same weights.
+    """w = sg(min(exp(logps − sampler_logps), maximum)): the `weights` of `grpo`. They correct for a
+    sampler whose log-probabilities differ from the trainer's with the same model weights.
 
-    All arrays are [B, T]; the result is [B, T], or [B, 1] at level "sequence", where the exponent
-    is the sum over the tokens of a row that are trained on. mode "mask": weights above the maximum
-    become 0.
+    All arrays are [B, T], and so is the result. At level "sequence", the exponent is summed over
+    the tokens of a row that are trained on, and the result is [B, 1]. With mode "mask", weights
+    above the maximum become 0. Raises ValueError for another level or mode.
     """
     check_choice("level", level, ("token", "sequence"))
     check_choice("mode", mode, ("truncate", "mask"))
@@ -121,14 +121,15 @@ def grpo(
 ) -> tuple[Array, dict[str, Array]]:
     """loss = reduce(x), x = −w·min(min(ρ, δ)·A, clip(ρ, 1−ε, 1+ε_high)·A) + β·KL.
 
-    logps, old_logps, ref_logps and mask are [B, T], advantages [B] or [B, T]. Only `logps` has a
-    gradient.
+    logps, old_logps, ref_logps and mask are [B, T], and advantages [B] or [B, T]. Only `logps` has
+    a gradient.
 
-    - ρ: `token_ratio`, `sequence_ratio` (GSPO) or `sequence_token_ratio`, by `level`. `old_logps`
-      are those of the policy that sampled; None: sg(logps), so that ρ = 1.
-    - δ: `dual_clip`, None for no bound. ε_high: `epsilon_high`, None for ε.
+    - ρ: `token_ratio`, `sequence_ratio` (GSPO) or `sequence_token_ratio`, for `level` "token",
+      "sequence" or "sequence_token". `old_logps` are the log-probabilities of the policy that
+      sampled; None: sg(logps), so that ρ = 1.
+    - δ: `dual_clip`; None: no bound. ε_high: `epsilon_high`; None: ε.
     - KL to the reference, d = ref_logps − logps: k3 e^d − d − 1 (d at most 20), k1 −d, k2 d²/2.
-      With `kl_correction` it is multiplied by ρ. A nonzero `beta` needs `ref_logps`.
+      `kl_correction` multiplies it by ρ. A nonzero `beta` needs `ref_logps`.
     - w: `weights` [B, T], [B, 1] or [B], see `sampler_weights`; None: 1.
 
     `reduce`, with L = `max_length`, the largest number of tokens in a completion:
@@ -139,11 +140,14 @@ def grpo(
     - dr_grpo: Σ m·x / (rows·L)
     - sum: Σ m·x / rows
 
-    `rows` is the number of rows with a nonzero mask and `tokens` is Σ m, both of these arrays if
-    not given. With those of the whole batch, microbatches sum to the batch, in all but bnpo.
+    `rows` is the number of rows with a nonzero mask, and `tokens` is Σ m; by default, both are
+    those of these arrays. If they count the whole batch, the losses of its microbatches sum to the
+    loss of the batch, except with bnpo.
 
-    Metrics: `clip_ratio/low` and `clip_ratio/high`, the fractions of tokens whose ratio is clipped
-    (of rows at level "sequence"); `kl`, the mean over tokens, if `ref_logps` are given.
+    Returns (loss, metrics). Metrics: `clip_ratio/low` and `clip_ratio/high`, the fractions of
+    tokens whose ratio is clipped (of rows at level "sequence"); `kl`, the mean over tokens, if
+    `ref_logps` are given. Raises ValueError for an unknown option, a nonzero `beta` without
+    `ref_logps`, dr_grpo without `max_length`, and a `dual_clip` that is not above 1 + ε_high.
     """
     check_choice("level", level, RATIOS)
     check_choice("kl", kl, KL_ESTIMATORS)
@@ -189,8 +193,9 @@ def clipped_policy_loss(
     epsilon_high: float | None,
     dual_clip: float | None,
 ) -> tuple[Array, Array, Array]:
-    """(−min(min(ρ, δ)A, clip(ρ, 1−ε, 1+ε_high)A), 1 where the lower bound clips, 1 where the upper
-    does); the lower bound clips for A < 0 only, the upper for A > 0 only.
+    """(loss, is_low, is_high): −min(min(ρ, δ)A, clip(ρ, 1−ε, 1+ε_high)A), 1 where the lower bound
+    clips, and 1 where the upper bound does. The lower bound clips only where A < 0, the upper only
+    where A > 0.
     """
     low, high = 1.0 - epsilon, 1.0 + (epsilon if epsilon_high is None else epsilon_high)
     if dual_clip is not None and dual_clip <= high:

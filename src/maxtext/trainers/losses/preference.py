@@ -140,22 +140,27 @@ def dpo(
 ) -> tuple[Array, dict[str, Array]]:
     """loss = −mean[(1−ε) log σ(Δ) + ε log σ(−Δ)], Δ = β((c−c°) − (r−r°)).
 
-    All arrays are [B]. `chosen`, `rejected` and their reference are *sums* over the tokens of a
-    completion, for every `loss_type`. Without a reference c° = r° = 0.
+    All arrays are [B]. `chosen` c, `rejected` r and their reference values c°, r° are *sums* of
+    log-probabilities over the tokens of a completion, for every `loss_type`. Without a reference,
+    c° = r° = 0.
 
-    `loss_type` chooses another loss of a pair, a function of `LOSS_TYPES`. ipo and simpo divide the
-    sums by `chosen_lengths` and `rejected_lengths`, the numbers of tokens. simpo has no reference;
-    `gamma` is its target margin. `label_smoothing` acts in sigmoid, simpo and robust, where it is
-    the rate of flipped labels. kto estimates its KL from the pairs of this call, so its
-    microbatches do not sum to the batch.
+    `loss_type` chooses another loss of a pair, a function of `LOSS_TYPES`:
+
+    - ipo and simpo divide the sums by `chosen_lengths` and `rejected_lengths`, the numbers of
+      tokens; they raise ValueError without them.
+    - simpo has no reference; `gamma` is its target margin.
+    - kto estimates its KL from the pairs of this call, so the losses of microbatches do not sum to
+      the loss of the batch.
+    - `label_smoothing` ε acts in sigmoid and simpo, and in robust, where it is the rate of flipped
+      labels.
 
     `mask` is 0 for rows of padding. The mean divides by the number of pairs, or by `num_pairs` if
     given.
 
-    Metrics: `rewards/chosen` = β mean(c−c°), `rewards/rejected` = β mean(r−r°), `rewards/margins`
-    their difference, `rewards/accuracies` the fraction of pairs with a higher reward of the chosen
-    completion, `logps/chosen` = mean c, `logps/rejected` = mean r. The rewards of simpo are
-    β mean(c/|c|) and β mean(r/|r|).
+    Returns (loss, metrics). Metrics: `rewards/chosen` = β mean(c−c°), `rewards/rejected` =
+    β mean(r−r°), `rewards/margins`, their difference, `rewards/accuracies`, the fraction of pairs
+    whose chosen completion has the higher reward, `logps/chosen` = mean c, and `logps/rejected` =
+    mean r. The rewards of simpo are β mean(c/|c|) and β mean(r/|r|).
     """
     has_lengths = chosen_lengths is not None and rejected_lengths is not None
     check_options(loss_type, label_smoothing, ref_chosen, ref_rejected, has_lengths)
@@ -251,14 +256,14 @@ def orpo(
     o = (c̄ − r̄) − [log(1−e^c̄) − log(1−e^r̄)] (ORPO, arXiv:2403.07691).
 
     `chosen` c̄ and `rejected` r̄ [B] are *means* of log-probabilities over the tokens of a
-    completion, clipped to at most −1e-7. `nll` is a scalar: the mean over the tokens of prompt and
-    chosen completion. λ is `weight`.
+    completion, clipped to at most −1e-7. `nll` is a scalar: the mean negative log-likelihood of the
+    tokens of prompt and chosen completion. λ is `weight`, and ε `label_smoothing`.
 
     `mask` is 0 for rows of padding. The mean divides by the number of pairs, or by `num_pairs` if
     given; `nll` must then be this microbatch's share of the batch's mean.
 
-    Metrics: those of `dpo` with rewards λ c̄ and λ r̄, `nll_loss`, `log_odds_ratio` = mean log
-    σ(o), `log_odds_chosen` = mean o.
+    Returns (loss, metrics). Metrics: those of `dpo`, with the rewards λ c̄ and λ r̄, and `nll_loss`,
+    `log_odds_ratio` = mean log σ(o), and `log_odds_chosen` = mean o.
     """
     check_label_smoothing(label_smoothing)
     chosen, rejected = float32(chosen), float32(rejected)

@@ -147,11 +147,15 @@ def shared_verifier(num_procs: int | None) -> MathVerifier:
 def score(
     completions: Sequence[str], answers: Sequence[object], **keys: Any
 ) -> dict[str, list[float]]:
-    """The built-in rewards of each completion: `format_exact`, `format_parts`, `answer`.
+    """The built-in rewards of each completion: {"format_exact", "format_parts", "answer"}, each a
+    list with a number for each completion.
 
-    `answers`: the reference answer of each completion, or a list of accepted answers; see
-    `accepted_answers`. `keys`: configuration keys of rewards. An answer that math-verify does not
-    compare in time gets nan: it is not scored.
+    `answers` has the reference answer of each completion, or a list of accepted answers; see
+    `accepted_answers`. `keys` are configuration keys of rewards, such as reward_exact_answer. An
+    answer that math-verify does not compare in time gets nan: it is not scored.
+
+    Raises ValueError if the numbers of completions and answers differ, ConfigError for an unknown
+    key or an invalid value, and MissingExtra if math-verify is needed and not installed.
     """
     config = RewardKeys.from_python(**keys)
     return {
@@ -261,10 +265,11 @@ def grade(
 ) -> Grade:
     """(accuracy, partial accuracy, format) of the responses to one problem, each from 0 to 1.
 
-    `answers`: the accepted answers. A response is correct if its answer equals one of them by
-    value, and partially correct if it is within 10 % of one. eval_mode "pass": whether any response
-    is correct; "maj": whether the most frequent answer is (the first if several are equally
-    frequent); "pass_at_1": the share of correct responses.
+    `answers` are the accepted answers. A response is correct if its answer equals one of them by
+    value, and partially correct if it is within 10% of one. With eval_mode "pass", the accuracy is
+    1 if any response is correct; with "maj", if the most frequent answer is correct (the first if
+    several are equally frequent); with "pass_at_1", it is the share of correct responses. `keys`
+    are as in `score`. Raises ValueError for another eval_mode.
     """
     if eval_mode not in EVAL_MODES:
         raise ValueError(f"eval_mode={eval_mode!r} is not one of {', '.join(EVAL_MODES)}")
@@ -334,8 +339,9 @@ def grade_problems(
 
 
 def pass_at_k(n: int, right: int, k: int) -> float:
-    """1 − C(n−right, k) / C(n, k): the unbiased probability that one of k responses is correct,
-    from n responses of which `right` are (arXiv:2107.03374)."""
+    """1 − C(n−right, k) / C(n, k): an unbiased estimate of the probability that at least one of k
+    responses is correct, from n responses of which `right` are correct (arXiv:2107.03374). Raises
+    ValueError unless 0 <= right <= n and 1 <= k <= n."""
     if not 0 <= right <= n or not 1 <= k <= n:
         raise ValueError(f"pass@{k} of {right} right responses of {n} is not defined")
     return 1.0 - math.comb(n - right, k) / math.comb(n, k)
