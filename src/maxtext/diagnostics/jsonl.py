@@ -1,14 +1,13 @@
-"""metrics_file: one line of strict JSON (see below) per record, flushed after each. If the
-key is not set, the file is metrics.jsonl in metrics_dir.
+"""Strict JSON for metrics, one object per line, and for the summary of a run.
 
-A resumed run continues the file: lines of steps that will run again are dropped, and so is an
-incomplete line. A run that starts at step 0 renames an older file.
+`JsonLines` writes a line per record to metrics_file and flushes it. If the key is not set, the file
+is metrics.jsonl in metrics_dir. A resumed run continues the file: lines of steps that will run
+again are dropped, and so is an incomplete line. A run that starts at step 0 renames an older file.
 
-Strict JSON for metrics (one object per line) and for the summary of a run.
-
-JSON has no NaN and no infinity. A non-finite number is written as null, and `not_finite` has its
-name: {"step": 7, "loss": null, "not_finite": {"loss": "NaN"}}. Each line stays valid JSON, a null
-alone means unknown, and `decode` restores the number. The names are NaN, Infinity and -Infinity.
+JSON has no NaN and no infinity. `encode` writes a non-finite number as null, and `not_finite` has
+its name: {"step": 7, "loss": null, "not_finite": {"loss": "NaN"}}. Each line stays valid JSON, a
+null alone means unknown, and `decode` restores the number. The names are NaN, Infinity and
+-Infinity.
 """
 
 import json

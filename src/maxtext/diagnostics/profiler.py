@@ -1,5 +1,6 @@
-"""Traces profiler_steps steps, after skip_first_n_steps_for_profiler steps of the run.
+"""Traces of steps of a run, and dumps of the stacks of its threads.
 
+`Profiler` traces profiler_steps steps, after skip_first_n_steps_for_profiler steps of the run.
 profiler=xplane writes to tensorboard_dir, in the first process only. profiler=nsys marks the range
 for Nsight in all processes: start the run as `nsys profile --capture-range=cudaProfilerApi maxtext
 train …`. With profile_periodically_period the window repeats as long as it fits into the run. The
@@ -15,10 +16,10 @@ loop calls
 A window that does not fit into the configured run is a ConfigError. A resumed run with too few
 steps left only logs a warning: a job that restarts near its end must not fail for a trace.
 
-collect_stack_trace: dumps the stacks of all threads every stack_trace_interval_seconds.
-
-The dumps come from a C thread (faulthandler), so they appear even while Python is blocked in a call
-into the devices. Each starts with `Timeout (…)!`, which is how faulthandler reports the interval.
+`stack_traces` (collect_stack_trace) dumps the stacks of all threads every
+stack_trace_interval_seconds. The dumps come from a C thread (faulthandler), so they appear even
+while Python is blocked in a call into the devices. Each starts with `Timeout (…)!`, which is how
+faulthandler reports the interval.
 """
 
 import contextlib

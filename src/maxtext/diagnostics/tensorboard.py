@@ -1,16 +1,15 @@
-"""TensorBoard event files with scalars, written without a package.
+"""Metrics for monitors: TensorBoard event files, written without a package, and Prometheus gauges.
 
-tensorboardX imports torch if that is installed (two seconds of start-up), and blocks its caller
-when its writer thread dies, for example on a full disk. A scalar event is four protobuf fields in a
-checksummed frame: see tensorflow/core/util/event.proto, framework/summary.proto and
-lib/io/record_writer.h. A failed write raises. Data is flushed every `flush_every` steps and at the
-end.
+`EventFile` writes scalars. tensorboardX imports torch if that is installed (two seconds of
+start-up), and blocks its caller when its writer thread dies, for example on a full disk. A scalar
+event is four protobuf fields in a checksummed frame: see tensorflow/core/util/event.proto,
+framework/summary.proto and lib/io/record_writer.h. A failed write raises. Data is flushed every
+`flush_every` steps and at the end.
 
-prometheus_port: the latest value of each metric as a gauge maxtext_<name> over HTTP.
-
-The server (prometheus_client, extra `prometheus`) listens on all interfaces, because the scraper
-usually runs on another host. A gauge keeps its value until a record has a new one. A value of None
-removes the gauge, since a stale value would mislead.
+`Prometheus` serves the latest value of each metric as a gauge maxtext_<name> over HTTP, on
+prometheus_port. The server (prometheus_client, extra `prometheus`) listens on all interfaces,
+because the scraper usually runs on another host. A gauge keeps its value until a record has a new
+one. A value of None removes the gauge, since a stale value would mislead.
 """
 
 import os

@@ -7,10 +7,8 @@ once, in order, and uses all rows. Each stream reads its own documents, so one m
 another. Resuming is exact. A run that has ended and continues with a larger num_epoch may repeat or
 skip a few rows of its last shuffle window.
 
-A Grain dataset of batches as a BatchIterator with a JSON state.
-
-The first batch is read at construction, so that too little data is detected before the model is
-built.
+`GrainBatches` is a Grain dataset of batches as a BatchIterator with a JSON state. It reads the
+first batch at construction, so that too little data is detected before the model is built.
 """
 
 import logging

@@ -1,4 +1,4 @@
-"""The forms of rows for fine-tuning, recognised by their columns.
+"""The forms of rows for fine-tuning, recognised by their columns, and remarks on such rows.
 
 | columns | form |
 |---|---|
@@ -14,9 +14,9 @@ The columns tools and chat_template_kwargs next to a conversation are variables 
 column without a value (null) counts as absent. Lists and objects may be JSON text, as in files that
 hold only text.
 
-Counts what is remarkable about the rows of fine-tuning, and logs it: rows without a token to
-train on and pairs that truncation makes equal, which are dropped, system messages that are not
-first, turns whose end is not trained on, and truncation.
+`RowReports` counts and logs remarks: rows without a token to train on and pairs that truncation
+makes equal, which are dropped, system messages that are not first, turns whose end is not trained
+on, and truncation.
 """
 
 import json

@@ -1,17 +1,16 @@
-"""offline_data_dir: rows of training with the largest logits of a teacher, in Parquet files.
+"""Rows of training with the largest logits of a teacher (offline_data_dir), in two formats.
 
-`logits.json` says K, the length T of rows and the vocabulary; `part-00000.parquet` … hold the rows.
-A row has the fields of a batch [T], `top_k_logits` [T, K] in float16 and `top_k_indices` [T, K] in
-int32, their indices in the vocabulary. A part is written under a temporary name and then renamed,
-so that an interrupted job continues after its last part.
+Parquet files, written by `write_part`: `logits.json` says K, the length T of rows and the
+vocabulary; `part-00000.parquet` … hold the rows. A row has the fields of a batch [T],
+`top_k_logits` [T, K] in float16 and `top_k_indices` [T, K] in int32, their indices in the
+vocabulary. A part is written under a temporary name and then renamed, so that an interrupted job
+continues after its last part.
 
-A folder without logits.json may hold ArrayRecord files instead.
-
-Logits of a teacher in ArrayRecord files, as MaxText's save_top_k_teacher_logits writes them.
-
-A record is a batch: `tokens` [B, T], `top_k_logits` and `top_k_indices` [B, T, K], and optionally
-`inputs_position`, `inputs_segmentation`, `targets` and `targets_segmentation`, in the safetensors
-format or, of earlier versions, pickled. Nothing but arrays is unpickled.
+ArrayRecord files, as MaxText's save_top_k_teacher_logits writes them, in a folder without
+logits.json: a record is a batch. It has `tokens` [B, T], `top_k_logits` and `top_k_indices`
+[B, T, K], and optionally `inputs_position`, `inputs_segmentation`, `targets` and
+`targets_segmentation`, in the safetensors format or, of earlier versions, pickled. Nothing but
+arrays is unpickled.
 """
 
 import io

@@ -1,13 +1,12 @@
-"""Data streams in worker processes. Each worker serves some streams and prefetches their batches.
+"""Batches prepared in the background: data streams in worker processes, and a prefetch thread.
 
-A worker ends when its connection closes, however this process ended. Batches and states are those
-of the stream itself: the data does not depend on the workers.
+Each of the `Workers` serves some streams and prefetches their batches. A worker ends when its
+connection closes, however this process ended. Batches and states are those of the stream itself:
+the data does not depend on the workers.
 
-prefetch: a thread that prepares batches while the device computes.
-
-The state is that of the batch last delivered, not of the batch last prepared, so resuming repeats
-and skips nothing. An exception, including StopIteration, reaches the consumer after the batches
-that preceded it.
+`prefetch` is a thread that prepares batches while the device computes. The state is that of the
+batch last delivered, not of the batch last prepared, so resuming repeats and skips nothing. An
+exception, including StopIteration, reaches the consumer after the batches that preceded it.
 """
 
 import os

@@ -1,10 +1,10 @@
-"""The mask and the block sizes of attention: static, hashable, and without JAX, so that layer specs
-can hold them.
+"""The mask, the token order and the block sizes of attention: static, hashable, and without JAX, so
+that layer specs can hold them.
 
-Reorders the tokens of a sequence so that its shards do equal work in causal attention.
-
-With n shards, dual_chunk_swap splits the sequence into 2n chunks and gives shard r the chunks r and
-2n-1-r; striped gives token i to shard i mod n. The tokens of a shard keep their relative order.
+`LoadBalancedOrder` reorders the tokens of a sequence so that its shards do equal work in causal
+attention. With n shards, dual_chunk_swap splits the sequence into 2n chunks and gives shard r the
+chunks r and 2n-1-r; striped gives token i to shard i mod n. The tokens of a shard keep their
+relative order.
 """
 
 from dataclasses import dataclass

@@ -1,13 +1,12 @@
 """RMS norm over the last dimension, in float32, with a custom backward pass.
 
-    y = x / √(mean(x²) + epsilon) · scale
-
-Autodiff would save the input and its normalised copy in float32. This saves the input in its own
-dtype and one float32 for each row.
-
-RMS norm of rows by Triton, forward and backward, each reading its inputs once.
-
     n = x · inverse_rms · scale,   inverse_rms = 1 / √(mean(x²) + epsilon)
+
+`rms_norm` saves the input in its own dtype and one float32 for each row. Autodiff would save the
+input and its normalised copy in float32.
+
+`rms_norm_rows`, `add_rms_norm_rows` and `rms_norm_rows_backward` are Triton kernels over rows, each
+of which reads its inputs once.
 
 Shapes: T rows, C columns.
 """

@@ -1,15 +1,12 @@
 """tiktoken vocabularies: a file with a line `base64-of-the-token rank` for each token, or the name
 of an encoding that tiktoken downloads.
 
-The file has neither the pre-token pattern nor the special tokens: see EncodingSpec. The
-text of a special token in a document is encoded as plain text.
-
-What a tiktoken file lacks: the pattern that splits text into pre-tokens, and the special tokens.
-
-The number of ranks identifies the published encodings: Llama 3, Kimi K2, r50k_base (GPT-2),
-cl100k_base, o200k_base. Any other file is read as Llama 3's, with its pattern and its 256 special
-tokens, after a warning. A tokenizer_config.json next to the file overrides the names of special
-tokens.
+The file has neither the pattern that splits text into pre-tokens nor the special tokens.
+`encoding_spec` chooses both by the number of ranks, which identifies the published encodings: Llama
+3, Kimi K2, r50k_base (GPT-2), cl100k_base, o200k_base. Any other file is read as Llama 3's, with
+its pattern and its 256 special tokens, after a warning. A tokenizer_config.json next to the file
+overrides the names of special tokens. The text of a special token in a document is encoded as plain
+text.
 """
 
 import base64

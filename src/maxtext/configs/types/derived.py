@@ -1,6 +1,7 @@
-"""Values that no one sets: `maxtext.configs.derive` computes them.
+"""Values that no key of the user states: computed ones, and attributes of a published checkpoint.
 
-Attributes of a published checkpoint that no key names.
+`maxtext.configs.derive` computes `DerivedValues`. `Architecture` has the attributes that no key
+names; see configs/architecture.py.
 """
 
 from typing import Literal

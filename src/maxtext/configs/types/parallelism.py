@@ -1,6 +1,6 @@
-"""The device mesh, sharding rules, pipelining, and rematerialization.
+"""Keys of the device mesh, sharding rules and pipelining.
 
-Default sharding: which mesh axes the logical axes use.
+LOGICAL_AXIS_RULES is the default sharding: which mesh axes the logical axes use.
 """
 
 from typing import Any, Literal

@@ -1,6 +1,7 @@
-"""Rematerialization, offloading, and replicas that rarely meet.
+"""Keys of rematerialization, offloading, and replicas that rarely meet.
 
-Which activations each remat policy saves on the device, and which it offloads to the host.
+SAVED_ON_DEVICE and OFFLOADED say which activations each remat policy saves on the device, and which
+it offloads to the host.
 """
 
 from maxtext.configs.types import inert

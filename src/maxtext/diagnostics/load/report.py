@@ -1,4 +1,4 @@
-"""Latencies and rates of a load test, as numbers and as text.
+"""The report of a load test: latencies and rates as numbers and as text, and a figure.
 
 Of a request with N tokens whose events came at t_1 ... t_k and which was sent at t_0:
 
@@ -10,7 +10,7 @@ Of a request with N tokens whose events came at t_1 ... t_k and which was sent a
 Percentiles are interpolated linearly. Failed requests count in `errors` and nowhere else, except
 that their tokens are not part of any rate.
 
-A figure of a load test: distributions of latencies, and what happened over time.
+`save_load_png` draws the distributions of latencies, and what happened over time.
 """
 
 import os

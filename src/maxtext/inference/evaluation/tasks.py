@@ -1,6 +1,7 @@
-"""Tasks of lm-eval, run in this process; imports lm-eval, of the extra `eval`.
+"""Tasks of lm-eval, run in this process, and the JSON report of an evaluation.
 
-The JSON report of an evaluation: versions, settings and scores.
+`load_tasks` and `run_tasks` import lm-eval, of the extra `eval`. `build_report` returns versions,
+settings and scores.
 """
 
 import contextlib

@@ -1,6 +1,7 @@
-"""The endpoints of the server.
+"""The endpoints of the server, and its chat page.
 
-The chat page: the files of `page/` as one document, with a policy that allows nothing else.
+`Endpoints` answers requests. `ChatPage` is the files of `page/` as one document, with a policy that
+allows nothing else.
 """
 
 import asyncio

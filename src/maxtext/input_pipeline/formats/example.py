@@ -1,22 +1,18 @@
-"""tf.train.Example without TensorFlow: the message is described here, protobuf reads and writes it.
+"""tf.train.Example without TensorFlow, and the files of such records: TFRecord and ArrayRecord.
 
-A feature is a list of bytes, of floats or of integers. Numbers become arrays. A single value of
-bytes stays alone, more of them are a list. A column that is asked for by name is text, so its bytes
-have to be UTF-8.
+`decode_example` and `encode_example` describe the message here; protobuf reads and writes it. A
+feature is a list of bytes, of floats or of integers. Numbers become arrays. A single value of bytes
+stays alone, more of them are a list. A column that is asked for by name is text, so its bytes have
+to be UTF-8.
 
-Files of tf.train.Example: the common part of TFRecord and ArrayRecord files.
+`TfRecords` (kind=tfrecord) reads TFRecord files without TensorFlow. A record is its length (8
+bytes), the checksum of the length, the data, and the checksum of the data. All lengths are read and
+their checksums verified when a file is opened, so that a truncated file, or one of another kind, is
+detected before training. The checksum of the data is verified when a record is read.
 
-kind=tfrecord: TFRecord files without TensorFlow.
-
-A record is its length (8 bytes), the checksum of the length, the data, and the checksum of the
-data. All lengths are read and their checksums verified when a file is opened, so that a truncated
-file, or one of another kind, is detected before training. The checksum of the data is verified when
-a record is read.
-
-kind=arrayrecord: ArrayRecord files through the package array_record, which verifies the
-checksums.
-
-Files written with group_size above 1 are decompressed one group at a time: a group is a block.
+`ArrayRecords` (kind=arrayrecord) reads ArrayRecord files through the package array_record, which
+verifies the checksums. Files written with group_size above 1 are decompressed one group at a time:
+a group is a block.
 """
 
 import mmap

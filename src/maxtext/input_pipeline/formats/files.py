@@ -1,11 +1,12 @@
-"""Finds the files that a key names, and the kind of a file by its name and by its first bytes.
+"""Finds the files that a key names, the kind of a file, and the lines of a file.
 
-Paths are separated by commas. Each is a file, a directory (all files below it) or a glob, in which
-`**` matches any folders. As in a shell, names that start with a dot match only if they are written
-out. Files are sorted and unique. `{stdlib}` is the folder of the Python standard library, text that
-every machine has.
+`find_files` splits paths at commas. Each is a file, a directory (all files below it) or a glob, in
+which `**` matches any folders. As in a shell, names that start with a dot match only if they are
+written out. Files are sorted and unique. `{stdlib}` is the folder of the Python standard library,
+text that every machine has.
 
-The index of the lines of a file, from one fast pass over its bytes. Blank lines are skipped.
+`kind_of` reads the kind from a file's name, and `content_of` from its first bytes. `index_lines`
+indexes the lines of a file in one fast pass over its bytes. Blank lines are skipped.
 """
 
 import glob

@@ -1,16 +1,14 @@
-"""The interface of file formats: random-access records, and errors for those that cannot be read.
+"""The interface of file formats: random-access records, errors for those that cannot be read, and
+caches.
 
-A record is a dict of columns. Text is `str`; a list of numbers is an array if the format has its
-dtype, else a list (JSON); nested values are lists and dicts. A record has the wanted columns, or
-all if none were named.
+A `RecordSource` returns a record as a dict of columns. Text is `str`; a list of numbers is an array
+if the format has its dtype, else a list (JSON); nested values are lists and dicts. A record has the
+wanted columns, or all if none were named. Several threads read a RecordSource at once, and it is
+sent to other processes: it is pickled without open files, which are opened again on demand.
 
-Several threads read a RecordSource at once, and it is sent to other processes: it is pickled
-without open files, which are opened again on demand.
-
-LRU caches of open files and decoded blocks, shared by all files of a dataset and all threads.
-
-A dataset may have more files than a process may open, and more blocks than memory. If several
-threads need the same entry, one creates it and the others wait.
+`Caches` are LRU caches of open files and decoded blocks, shared by all files of a dataset and all
+threads. A dataset may have more files than a process may open, and more blocks than memory. If
+several threads need the same entry, one creates it and the others wait.
 """
 
 import os

@@ -1,15 +1,13 @@
 """Files of Arrow columns: rows by number through the blocks of rows that are decoded together.
 
-kind=parquet: a row group is decoded at once, the wanted columns only, and cached.
-
+`ParquetRows` (kind=parquet) decodes a row group at once, the wanted columns only, and caches it.
 Checksums of pages are verified if the file has them. A page that cannot be decoded makes the rows
 of its row group bad records.
 
-kind=arrow: Arrow IPC files and streams (what `save_to_disk` of the package datasets writes),
-mapped into memory.
-
-A record batch is a block. Nothing is decoded, but a batch is validated once before its rows are
-used, since the format has no checksums and a damaged offset would point anywhere.
+`ArrowRows` (kind=arrow) maps Arrow IPC files and streams (what `save_to_disk` of the package
+datasets writes) into memory. A record batch is a block. Nothing is decoded, but a batch is
+validated once before its rows are used, since the format has no checksums and a damaged offset
+would point anywhere.
 """
 
 import os
