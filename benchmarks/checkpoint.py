@@ -23,11 +23,11 @@ from maxtext.checkpoint.manager import CheckpointManager, StorageOptions
 from maxtext.checkpoint.open import model_text
 from maxtext.checkpoint.state import to_flat_dict
 from maxtext.models.configuration import load
+from maxtext.trainers.build import build_run_context
 from maxtext.trainers.checkpointing.init_state import initial_state
 from maxtext.trainers.checkpointing.save import describe_run, tree_to_save
 from maxtext.trainers.compilation.compile import compile_train_step
 from maxtext.trainers.data_loader import TrainDataLoader
-from maxtext.trainers.run_context import RunContext
 
 WIDTH, REPEATS = 256, 3
 
@@ -50,7 +50,7 @@ def main() -> None:
     )
     parser.add_argument("--megabytes", type=int, default=300)
     config = load(None, overrides(parser.parse_args().megabytes), environ={})
-    context = RunContext.from_config(config)
+    context = build_run_context(config)
     data_loader = TrainDataLoader(context)
     state, step = (
         initial_state(context),

@@ -26,8 +26,8 @@ from maxtext import LLM
 from maxtext.inference.engine.cache_config import make_cache_config
 from maxtext.layers.inputs import LayerInputs
 from maxtext.models.configuration import load
+from maxtext.trainers.build import build_run_context
 from maxtext.trainers.data_loader import EvalDataLoader, open_eval_streams
-from maxtext.trainers.run_context import RunContext
 
 INT8, INT4 = (
     "quantize_kvcache=true,kv_quant_dtype=int8",
@@ -46,7 +46,7 @@ DEFAULT = [
 
 def batches(run: Path) -> Iterator[dict[str, np.ndarray]]:
     config = load(run / "config.yml", [], environ={})
-    context = RunContext.from_config(config)
+    context = build_run_context(config)
     streams = open_eval_streams(context)
     if streams is None:
         raise SystemExit(f"{run} has no evaluation data: train with eval_interval above 0")

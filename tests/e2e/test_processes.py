@@ -59,10 +59,10 @@ LOADERS = """
 import json, sys
 from maxtext.models.configuration import load
 from maxtext.trainers.data_loader import EvalDataLoader, TrainDataLoader, open_eval_streams
-from maxtext.trainers.run_context import RunContext
+from maxtext.trainers.build import build_run_context
 
 config = load(None, sys.argv[1:])
-context = RunContext.from_config(config)
+context = build_run_context(config)
 train = [batch.fields for batch in TrainDataLoader(context)]
 loader = EvalDataLoader(context, open_eval_streams(context), add_fields=lambda batch: batch)
 evaluation = list(loader())

@@ -12,7 +12,7 @@ from maxtext.common.errors import ConfigError
 from maxtext.common.trees import flatten_dict
 from maxtext.kernels.weight_only import QuantizedWeight
 from maxtext.models.configuration import load
-from maxtext.trainers.run_context import RunContext
+from maxtext.trainers.build import build_run_context
 from tests.compiling import cpu_devices
 from tests.forked import run_python
 from tests.inference.eight_quantized import CASES
@@ -149,9 +149,7 @@ def test_save_and_load(folder, quantized, ids, dtype, tmp_path):
 
 def test_training_refuses_quantized_weights():
     with pytest.raises(ConfigError, match=r"quantization=int4 \(command line\) is for inference"):
-        RunContext.from_config(
-            load(None, ["quantization=int4", "dataset_type=synthetic"], environ={})
-        )
+        build_run_context(load(None, ["quantization=int4", "dataset_type=synthetic"], environ={}))
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from maxtext.layers.parameters import Initializer, Template
 from maxtext.models.common import moe_spec, router_spec
 from maxtext.models.configuration import load
 from maxtext.models.transformer import refuse_absent_kernels
-from maxtext.trainers.run_context import RunContext
+from maxtext.trainers.build import build_run_context
 
 EXPERTS = ["decoder_block=mixtral", "num_experts=4", "num_experts_per_tok=2"]
 HOPPER = BuildContext("gpu", 1, "9.0", dtype="bfloat16")
@@ -68,6 +68,6 @@ def test_training_and_generation_refuse_to_turn_off_an_absent_kernel():
     message = "megablox=false .* would do nothing on a CPU"
     config = load(None, [*EXPERTS, "megablox=false"], environ={}, devices=Devices(1))
     with pytest.raises(ConfigError, match=message):
-        RunContext.from_config(config)
+        build_run_context(config)
     with pytest.raises(ConfigError, match=message):
         LLM.from_config(config)

@@ -14,10 +14,10 @@ from maxtext.checkpoint.open import open_checkpoint
 from maxtext.common.errors import ConfigError
 from maxtext.configs.sources import HERE, from_python
 from maxtext.layers.lora import split_adapter
+from maxtext.trainers.build import build_run_context
 from maxtext.trainers.checkpointing.export import trained_llm
 from maxtext.trainers.checkpointing.init_state import initial_weights
 from maxtext.trainers.configuration import load_run
-from maxtext.trainers.run_context import RunContext
 from tests.tokenizers.tiny import write_bpe
 
 torch = pytest.importorskip("torch")
@@ -313,7 +313,7 @@ def test_frozen_base_keeps_the_dtype_of_its_folder(folder, tmp_path):
 
     assert configure().weight_dtype.value == "float32"
     assert configure(lora_rank=2, weight_dtype="float32").weight_dtype.value == "float32"
-    context = RunContext.from_config(configure(lora_rank=2))
+    context = build_run_context(configure(lora_rank=2))
     weights = initial_weights(context, checkpoint)
     frozen, adapter = split_adapter(weights)
     assert {str(leaf.dtype) for leaf in jax.tree.leaves(frozen)} == {"bfloat16"}

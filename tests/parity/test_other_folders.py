@@ -17,9 +17,9 @@ from maxtext.checkpoint.open import open_checkpoint
 from maxtext.checkpoint.weights import ModelWeights
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.configs.sources import from_python
+from maxtext.trainers.build import build_run_context
 from maxtext.trainers.checkpointing.init_state import initial_weights
 from maxtext.trainers.configuration import load_run
-from maxtext.trainers.run_context import RunContext
 
 EYES = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2)
 SQUARES = EYES | dict(image_size=28, patch_size=14)
@@ -203,7 +203,7 @@ def test_training_keeps_a_head_with_values_of_its_own(specimen, tmp_path):
     keys = {"load_parameters_path": str(tmp_path), "per_device_batch_size": 1}
     checkpoint = open_checkpoint(tmp_path)
     config = load_run(None, from_python(keys | {"max_target_length": 16}), checkpoint)
-    weights = initial_weights(RunContext.from_config(config), checkpoint)
+    weights = initial_weights(build_run_context(config), checkpoint)
     np.testing.assert_array_equal(
         weights["head"]["weight"], all_tensors(tmp_path)["lm_head.weight"].numpy().T
     )

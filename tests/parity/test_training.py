@@ -17,10 +17,10 @@ from maxtext.checkpoint.open import open_checkpoint
 from maxtext.configs.derive import Devices
 from maxtext.configs.sources import from_overrides
 from maxtext.models.configuration import load
+from maxtext.trainers.build import build_run_context
 from maxtext.trainers.checkpointing.init_state import initial_state, with_reference
 from maxtext.trainers.compilation.compile import compile_train_step
 from maxtext.trainers.model_losses import language_model_losses
-from maxtext.trainers.run_context import RunContext
 
 LENGTH = 24  # tokens that are learned from
 FAST = {"llama tied with biases", "mixtral sliding", "qwen3-next one to one"}
@@ -111,7 +111,7 @@ def test_kl_from_a_teacher_that_is_the_student_is_0(name, dtype, specimen):
     ]  # fmt: skip
     layer = from_overrides(keys)
     model_layer = open_checkpoint(example.folder).model_layer
-    context = RunContext.from_config(
+    context = build_run_context(
         load(None, layer, environ={}, devices=Devices(1), model=model_layer)
     )
     state = with_reference(context, initial_state(context), 0, None)

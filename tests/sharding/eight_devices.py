@@ -10,10 +10,10 @@ import numpy as np
 
 from maxtext.models.configuration import load
 from maxtext.sharding import make_mesh
+from maxtext.trainers.build import build_run_context
 from maxtext.trainers.checkpointing.init_state import initial_state
 from maxtext.trainers.compilation.compile import compile_eval_step, compile_train_step
 from maxtext.trainers.data_loader import to_devices
-from maxtext.trainers.run_context import RunContext
 
 
 def describe_mesh(overrides):
@@ -27,7 +27,7 @@ def describe_mesh(overrides):
 
 def train(overrides, batch, path):
     """Train two steps: losses, and the shard and global shapes of weights. Weights go to a file."""
-    context = RunContext.from_config(load(None, overrides, environ={}))
+    context = build_run_context(load(None, overrides, environ={}))
     rows = len(next(iter(batch.values())))
     state, step = initial_state(context), compile_train_step(context, rows)
     losses = []
@@ -58,7 +58,7 @@ def train(overrides, batch, path):
 def evaluate(overrides, batch):
     """The mean loss of the initial weights, and the shape of a device's part of the batch."""
     keys = ["eval_interval=1", "eval_steps=1", "eval_per_device_batch_size=1", *overrides]
-    context = RunContext.from_config(load(None, keys, environ={}))
+    context = build_run_context(load(None, keys, environ={}))
     context.shardings.check()
     evaluation, state = context.for_evaluation(), initial_state(context)
     fields = to_devices(evaluation, batch)

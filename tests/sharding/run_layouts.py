@@ -18,10 +18,10 @@ import optax
 from maxtext.common.errors import ConfigError
 from maxtext.configs.derive import Devices
 from maxtext.models.configuration import load
+from maxtext.trainers.build import build_run_context
 from maxtext.trainers.checkpointing.init_state import initial_state
 from maxtext.trainers.compilation.compile import compile_train_step
 from maxtext.trainers.data_loader import to_devices
-from maxtext.trainers.run_context import RunContext
 from tests.sharding.layouts import COMMON, LAYOUTS, LENGTH, MODELS, ROWS, VOCABULARY
 
 STEPS = 2  # the gradients of the second depend on the update of the first
@@ -53,7 +53,7 @@ def make_context(overrides, devices):
         environ={},
         devices=Devices(devices),
     )
-    return RunContext.from_config(config, jax.devices()[:devices])
+    return build_run_context(config, jax.devices()[:devices])
 
 
 def train(context, state, step=None, rows=slice(None)):

@@ -7,14 +7,15 @@ import numpy as np
 import pytest
 
 from maxtext.configs.derive import Devices
+from maxtext.input_pipeline.row_formats import DOCUMENTS
 from maxtext.models.configuration import load
 from maxtext.models.transformer import make_template
 from maxtext.optimizers import build_optimizer
 from maxtext.sharding import AxisRules, make_mesh
+from maxtext.trainers.batch_size import RowBatches
 from maxtext.trainers.checkpointing.init_state import initial_state
 from maxtext.trainers.compilation.compile import compile_train_step
 from maxtext.trainers.data_loader import to_devices
-from maxtext.trainers.methods import method_of
 from maxtext.trainers.objective import LanguageModelObjective
 from maxtext.trainers.run_context import RunContext
 from tests.compiling import cpu_devices
@@ -125,10 +126,11 @@ def single():
     template = make_template(config)
     rules = AxisRules.from_config(config, make_mesh(config, jax.devices()[:1]))
     context = RunContext(
-        method=method_of(config),
         rules=rules,
         objective=LanguageModelObjective(config, template),
         optimizer=build_optimizer(config, template.axes),
+        row_format=DOCUMENTS,
+        batches=RowBatches(),
     )
     state, step = initial_state(context), compile_train_step(context, ROWS)
     losses = []

@@ -10,8 +10,8 @@ from maxtext.configs.sources import from_overrides
 from maxtext.models.configuration import load
 from maxtext.optimizers import learning_rate_schedule
 from maxtext.sharding import use_rules
+from maxtext.trainers.build import build_run_context
 from maxtext.trainers.checkpointing.init_state import initial_state, with_reference
-from maxtext.trainers.run_context import RunContext
 from maxtext.trainers.step import make_train_step
 from tests.trainers.conftest import CONSTANT_RATE, LENGTH, VOCABULARY, with_defaults
 
@@ -58,7 +58,7 @@ class Run:
             devices=Devices(1),
             model=open_checkpoint(folders["student"]).model_layer,
         )
-        self.context = RunContext.from_config(self.config)
+        self.context = build_run_context(self.config)
         self.quickly = quickly
 
     def state(self):

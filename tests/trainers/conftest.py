@@ -23,6 +23,7 @@ from maxtext.models.transformer import initial_weights
 from maxtext.optimizers import learning_rate_schedule
 from maxtext.sharding import use_rules
 from maxtext.trainers import banner, train
+from maxtext.trainers.build import build_run_context
 from maxtext.trainers.model_losses import language_model_losses
 from maxtext.trainers.run_context import RunContext
 from maxtext.trainers.step import make_eval_step, make_train_step
@@ -106,7 +107,7 @@ def make_bench(configure):
             # As from files: rows of synthetic data hold one document, so attention has no segment
             # mask.
             config = configure(*with_defaults(overrides, [*CONSTANT_RATE, "dataset_type=grain"]))
-            context = RunContext.from_config(config)
+            context = build_run_context(config)
             step = make_train_step(
                 context.objective, context.optimizer, learning_rate_schedule(config)
             )
@@ -184,7 +185,7 @@ class Program:
     PARTS = ("weights", "loss", "residuals", "start", "evaluation", "step")
 
     def __init__(self, config):
-        self.config, self.context = config, RunContext.from_config(config)
+        self.config, self.context = config, build_run_context(config)
 
     def differs(self, other, parts=PARTS):
         """The first part in which two programs differ, or None."""

@@ -16,7 +16,7 @@ from jax.tree_util import keystr
 from maxtext.checkpoint.open import model_param_infos
 from maxtext.checkpoint.weights import ModelWeights
 from maxtext.layers.inputs import LayerInputs
-from maxtext.trainers.run_context import RunContext
+from maxtext.trainers.build import build_run_context
 from maxtext.trainers.trainable import select
 
 ADAMW = ("learning_rate=0.01", "adam_weight_decay=0.5")
@@ -262,9 +262,7 @@ def test_no_optimizer_updates_untrained_parameters(configure, quickly, block):
         override.partition("=")[::2]
         for override in (f"decoder_block={block}", *KEPT[block], *ADAMW, *constant)
     )
-    context = RunContext.from_config(
-        configure(*(f"{key}={value}" for key, value in overrides.items()))
-    )
+    context = build_run_context(configure(*(f"{key}={value}" for key, value in overrides.items())))
     ones = jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), context.template.weights)
     optimized = select(ones, context.trained)
     state = context.optimizer.init(optimized)

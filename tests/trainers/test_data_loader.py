@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from maxtext.input_pipeline import ShardSpec, Split, pipeline
+from maxtext.trainers.build import build_run_context
 from maxtext.trainers.data_loader import TrainDataLoader
-from maxtext.trainers.run_context import RunContext
 from tests.compiling import cpu_devices
 from tests.support.batches import make_iterator
 from tests.trainers.conftest import TINY, with_defaults
@@ -43,13 +43,13 @@ def iterator_batches(config, rows):
 def test_one_device_has_one_stream(configure, overrides):
     config = configure(*overrides, "per_device_batch_size=3")
     np.testing.assert_array_equal(
-        collect(TrainDataLoader(RunContext.from_config(config))), iterator_batches(config, 3)
+        collect(TrainDataLoader(build_run_context(config))), iterator_batches(config, 3)
     )
 
 
 def test_batches_carry_the_most_segments_of_a_row(configure, overrides):
     config = configure(*overrides, "per_device_batch_size=3", "max_target_length=128")
-    loader = TrainDataLoader(RunContext.from_config(config))
+    loader = TrainDataLoader(build_run_context(config))
     counts = []
     for batch in loader:
         rows = np.asarray(batch.fields["inputs_segmentation"])
@@ -64,12 +64,12 @@ import sys
 import numpy as np
 from maxtext.models.configuration import load
 from maxtext.trainers.data_loader import TrainDataLoader
-from maxtext.trainers.run_context import RunContext
+from maxtext.trainers.build import build_run_context
 
 out, layouts, *overrides = sys.argv[1:]
 batches = {}
 for layout in layouts.split(";"):
-    loader = TrainDataLoader(RunContext.from_config(load(None, [*overrides, *layout.split()])))
+    loader = TrainDataLoader(build_run_context(load(None, [*overrides, *layout.split()])))
     batches[layout] = [np.asarray(batch.fields["inputs"]) for batch in loader]
     loader.close()
 np.savez(out, **batches)
@@ -100,7 +100,7 @@ def test_the_batches_do_not_depend_on_the_mesh(configure, overrides, tmp_path_fa
     all."""
     overrides = [*overrides, "data_streams=4"]
     expected = collect(
-        TrainDataLoader(RunContext.from_config(configure(*overrides, "per_device_batch_size=8")))
+        TrainDataLoader(build_run_context(configure(*overrides, "per_device_batch_size=8")))
     )
     out = tmp_path_factory.mktemp("out") / "batches.npz"
     batches = on_eight_devices(out, LAYOUTS, [*overrides, "per_device_batch_size=1"])
@@ -122,7 +122,7 @@ def test_another_batch_size_loses_and_repeats_no_row(
 
     def loader_of(rows):
         return TrainDataLoader(
-            RunContext.from_config(
+            build_run_context(
                 configure(*overrides, f"per_device_batch_size={rows}", f"data_streams={streams}")
             )
         )
@@ -151,9 +151,9 @@ def test_another_batch_size_loses_and_repeats_no_row(
 
 def test_the_last_batch_may_be_padded(configure, overrides):
     config = configure(*overrides, "per_device_batch_size=7", "generate_padding_batch_train=true")
-    batches = collect(TrainDataLoader(RunContext.from_config(config)))
+    batches = collect(TrainDataLoader(build_run_context(config)))
     without = collect(
-        TrainDataLoader(RunContext.from_config(configure(*overrides, "per_device_batch_size=7")))
+        TrainDataLoader(build_run_context(configure(*overrides, "per_device_batch_size=7")))
     )
     assert len(batches) == len(without) + 1
     np.testing.assert_array_equal(batches[:-1], without)
@@ -167,13 +167,13 @@ def test_the_last_batch_may_be_padded(configure, overrides):
 @pytest.mark.slow
 def test_worker_processes_do_not_change_the_batches(configure, overrides):
     overrides = [*overrides, "per_device_batch_size=4", "data_streams=4"]
-    here = collect(TrainDataLoader(RunContext.from_config(configure(*overrides))))
+    here = collect(TrainDataLoader(build_run_context(configure(*overrides))))
     for workers in (1, 3):
         there = (
             override for override in overrides if not override.startswith("grain_worker_count")
         )
         there = TrainDataLoader(
-            RunContext.from_config(configure(*there, f"grain_worker_count={workers}"))
+            build_run_context(configure(*there, f"grain_worker_count={workers}"))
         )
         np.testing.assert_array_equal(collect(there), here)
 
@@ -182,7 +182,7 @@ def test_the_number_of_streams_depends_on_the_data_alone(configure, overrides, m
     """Not on workers or devices."""
 
     def count(*more):
-        loader = TrainDataLoader(RunContext.from_config(configure(*overrides, *more)))
+        loader = TrainDataLoader(build_run_context(configure(*overrides, *more)))
         loader.close()
         return loader.streams.count
 

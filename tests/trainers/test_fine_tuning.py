@@ -10,7 +10,7 @@ import pytest
 from maxtext.common.errors import ConfigError
 from maxtext.common.trees import merge_dicts
 from maxtext.models.counts import forward_flops_per_token
-from maxtext.trainers.run_context import RunContext
+from maxtext.trainers.build import build_run_context
 from maxtext.trainers.trainable import select
 
 BYTES = ("tokenizer_path=byte", "vocab_size=259", "max_target_length=24", "per_device_batch_size=2")
@@ -95,7 +95,7 @@ RANK_2 = 2 * (2 * (16 + 32) + 2 * (16 + 16) + 3 * (16 + 32))
 )
 def test_flops_are_those_computed(configure, overrides, weight_products, passes):
     """Three forward passes, without the gradients of frozen weights, and one of the reference."""
-    context = RunContext.from_config(configure(*overrides))
+    context = build_run_context(configure(*overrides))
     expected = passes * forward_flops_per_token(context.config) + 2 * weight_products
     assert context.flops_per_token == pytest.approx(expected, rel=1e-12)
 
@@ -107,7 +107,7 @@ def test_xla_counts_the_flops_of_adapters(configure):
              "vocab_size=1024", "max_target_length=32", "opt_type=sgd")  # fmt: skip
     counted = {}
     for overrides in ((), ("lora_rank=2",)):
-        context = RunContext.from_config(configure(*words, *overrides))
+        context = build_run_context(configure(*words, *overrides))
 
         def loss(trained, frozen, batch, objective=context.objective):
             weights = merge_dicts(trained, frozen)

@@ -11,7 +11,7 @@ import pytest
 from maxtext.common.errors import ConfigError
 from maxtext.configs import ledger, types
 from maxtext.models.hf_registry import hf_config
-from maxtext.trainers.run_context import RunContext
+from maxtext.trainers.build import build_run_context
 
 GROUPS = (
     types.ModelArchitecture, types.DataTypes, types.Logits, types.Attention, types.Optimizer,
@@ -375,12 +375,12 @@ def test_a_key_without_effect_is_rejected(configure, override, overrides):
     error.
     """
     with pytest.raises(ConfigError, match=override.partition("=")[0]):
-        RunContext.from_config(configure(*overrides, override))
+        build_run_context(configure(*overrides, override))
 
 
 def test_learned_positions_must_cover_a_row(configure):
     with pytest.raises(ConfigError, match="trainable_position_size"):
-        RunContext.from_config(configure("trainable_position_size=8", "max_target_length=16"))
+        build_run_context(configure("trainable_position_size=8", "max_target_length=16"))
 
 
 # Tensors saved under remat_policy=custom. With norms on outputs, the backward pass needs what comes

@@ -11,13 +11,13 @@ import pytest
 
 from maxtext.layers.inputs import LayerInputs
 from maxtext.models.transformer import initial_weights
+from maxtext.trainers.build import build_run_context
 from maxtext.trainers.model_losses import (
     eval_loss_sums,
     language_model_losses,
     needs_segment_mask,
     token_counts,
 )
-from maxtext.trainers.run_context import RunContext
 
 GRAIN = "dataset_type=grain"
 MTP = (
@@ -48,7 +48,7 @@ class Model:
 
     @classmethod
     def of(cls, config, quickly):
-        template = RunContext.from_config(config).template
+        template = build_run_context(config).template
         draw = np.random.default_rng(3).normal
         weights = quickly(lambda: initial_weights(config))()
         weights = jax.tree.map(

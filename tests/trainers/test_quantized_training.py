@@ -14,10 +14,10 @@ from maxtext.common.errors import ConfigError
 from maxtext.configs.derive import Devices
 from maxtext.inference.llm import LLM
 from maxtext.models.configuration import load
+from maxtext.trainers.build import build_run_context
 from maxtext.trainers.checkpointing.init_state import initial_state
 from maxtext.trainers.compilation.compile import compile_train_step, lower_train_step
 from maxtext.trainers.data_loader import to_devices
-from maxtext.trainers.run_context import RunContext
 
 LAYERS, ROWS, LENGTH, STEPS = 1, 8, 32, 100
 OVERRIDES = ["base_emb_dim=32", f"base_num_decoder_layers={LAYERS}", "base_num_query_heads=2",
@@ -31,7 +31,7 @@ EXPERTS = ["decoder_block=mixtral", "num_experts=4", "num_experts_per_tok=2", "b
 
 
 def context_of(*overrides):
-    return RunContext.from_config(
+    return build_run_context(
         load(None, [*OVERRIDES, *overrides], environ={}, devices=Devices(1)), jax.devices()[:1]
     )
 

@@ -11,7 +11,7 @@ from maxtext.common.errors import ConfigError
 from maxtext.configs.derive import Devices
 from maxtext.input_pipeline import FIELDS, BatchIterator, DataStreams
 from maxtext.models.configuration import load
-from maxtext.trainers.data_loader import batch_size_at, batch_sizes
+from maxtext.trainers.batch_size import batch_size_at, batch_sizes
 
 
 def ramp_up(config, source):

@@ -9,8 +9,8 @@ import pytest
 
 from maxtext.configs.derive import Devices
 from maxtext.models.configuration import load
+from maxtext.trainers.build import build_run_context
 from maxtext.trainers.compilation.compile import lower_train_step
-from maxtext.trainers.run_context import RunContext
 from maxtext.trainers.step import accumulate
 
 torch = pytest.importorskip("torch")
@@ -379,7 +379,7 @@ def test_microbatches_share_no_copy_of_frozen_weights(base):
             environ={},
             devices=Devices(1),
         )
-        lowered = lower_train_step(RunContext.from_config(config), microbatches)
+        lowered = lower_train_step(build_run_context(config), microbatches)
         temporaries.append(lowered.compile().memory_analysis().temp_size_in_bytes)
     frozen_bytes = 2 * 3 * width * inner * layers  # in bfloat16
     assert temporaries[1] < temporaries[0] + frozen_bytes / 2

@@ -7,7 +7,7 @@ import pytest
 
 from maxtext.common.log import LOGGER
 from maxtext.trainers.banner import describe_data
-from maxtext.trainers.run_context import RunContext
+from maxtext.trainers.build import build_run_context
 
 
 def test_the_plan_shows_the_share_that_truncation_drops(configure, tmp_path):
@@ -16,8 +16,8 @@ def test_the_plan_shows_the_share_that_truncation_drops(configure, tmp_path):
         "dataset_type=grain", "grain_file_type=text", f"grain_train_files={tmp_path}",
         "tokenizer_path=byte", "vocab_size=259",
     ]  # fmt: skip
-    assert describe_data(RunContext.from_config(configure(*data))) == "grain"
-    truncated = RunContext.from_config(configure(*data, "use_truncation=true"))
+    assert describe_data(build_run_context(configure(*data))) == "grain"
+    truncated = build_run_context(configure(*data, "use_truncation=true"))
     assert describe_data(truncated) == "grain; use_truncation=true drops 90.0% of the tokens"
 
 

@@ -28,14 +28,14 @@ def run(arguments: Arguments) -> int:
     if not config.compiled_trainstep_file:
         raise ConfigError("maxtext compile needs a file to write: set compiled_trainstep_file=FILE")
     log.configure()
+    from maxtext.trainers.build import build_run_context
     from maxtext.trainers.compilation import aot
     from maxtext.trainers.compilation.compile import lower_train_step
     from maxtext.trainers.memory.estimate import Program
-    from maxtext.trainers.run_context import RunContext
 
     aot.check_writable(config.compiled_trainstep_file)
     start = time.perf_counter()
-    context = RunContext.from_config(config, target.devices())
+    context = build_run_context(config, target.devices())
     context.shardings.check()
     lowered = lower_train_step(context, config.global_batch_size_to_train_on)
     compiled = aot.compile_without_cache(context, lowered)

@@ -29,9 +29,9 @@ from maxtext.configs.types import MaxTextConfig
 
 if TYPE_CHECKING:
     from maxtext.input_pipeline import DataStreams, Split
+    from maxtext.input_pipeline.bad_records import BadRecordList
     from maxtext.input_pipeline.encode import RecordEncoder
     from maxtext.input_pipeline.formats import BadRecord
-    from maxtext.input_pipeline.load_documents import BadRecordList
 
 TOKEN_SOURCES = ("synthetic", "olmo_grain")  # sources of token ids, which need no tokenizer
 MAX_CHECKED = 10_000  # rows that are read to find bad ones, besides those of the batches
@@ -203,9 +203,9 @@ def inspect_data(
     that does not fill a batch is padded. Raises ConfigError if there is no usable row.
     """
     from maxtext.input_pipeline import Split
+    from maxtext.input_pipeline.bad_records import BadRecordList
     from maxtext.input_pipeline.encode_rows import TextEncoder
     from maxtext.input_pipeline.interface import TooLittleData
-    from maxtext.input_pipeline.load_documents import BadRecordList
 
     # Workers do not change the batches, and take longer to start than reading a few of them.
     keys = {"grain_worker_count": 0, "grain_worker_count_eval": 0, "max_bad_records": -1}
@@ -248,7 +248,7 @@ def unusable_rows(bad: "list[BadRecord]", error: ConfigError) -> ConfigError:
 
 def listing_encoder(config: MaxTextConfig, split: "Split", bad: "BadRecordList") -> "RecordEncoder":
     """The encoder of a configuration, with `bad` as the list of its bad records."""
-    from maxtext.input_pipeline.encode import shared_encoder
+    from maxtext.input_pipeline.row_formats import shared_encoder
     from maxtext.trainers.methods import method_of
 
     encoder = shared_encoder(config, split, method_of(config).row_format(config))

@@ -16,12 +16,11 @@ from maxtext.input_pipeline.interface import (
     FIELDS,
     Batch,
     BatchIterator,
-    DataSource,
     ShardSpec,
     Split,
 )
 from maxtext.input_pipeline.loader import open_data_streams
-from maxtext.input_pipeline.row_formats import RowFormat
+from maxtext.input_pipeline.row_formats import DataSource, RowFormat
 from maxtext.input_pipeline.sources import (
     SOURCES,
     max_data_streams,

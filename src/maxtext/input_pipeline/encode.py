@@ -5,29 +5,19 @@ token ids.
 """
 
 import json
-import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
-from weakref import WeakValueDictionary
 
 import numpy as np
 
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.common.types import Json
 from maxtext.configs.types import MaxTextConfig
+from maxtext.input_pipeline.bad_records import BadRecordList
 from maxtext.input_pipeline.encode_rows import TextEncoder
 from maxtext.input_pipeline.formats import Record, UnusableRecord
 from maxtext.input_pipeline.interface import Split
 from maxtext.tokenizers import load_tokenizer
 from maxtext.tokenizers.chat import chat_template
-
-if TYPE_CHECKING:
-    from maxtext.input_pipeline.load_documents import BadRecordList
-    from maxtext.input_pipeline.row_formats import RowFormat
-
-# Encoders in use
-ENCODERS: "WeakValueDictionary[tuple[type, Split, str], RecordEncoder]" = WeakValueDictionary()
-ENCODERS_LOCK = threading.Lock()
 
 
 def data_columns(config: MaxTextConfig, split: Split) -> list[str]:
@@ -44,27 +34,8 @@ def data_columns(config: MaxTextConfig, split: Split) -> list[str]:
     return columns
 
 
-def columns_to_read(config: MaxTextConfig, split: Split, row_format: "RowFormat") -> list[str]:
-    """The columns that files have to have; none if all are read, and the form of a row follows from
-    them.
-    """
-    return [] if row_format.has_masks else data_columns(config, split)
-
-
-def shared_encoder(config: MaxTextConfig, split: Split, row_format: "RowFormat") -> "RecordEncoder":
-    """The encoder of a configuration, shared by all data streams of a process: a tokenizer is slow
-    to load, and caches pre-tokens.
-    """
-    key = (row_format.encoder, split, config.model_dump_json())
-    with ENCODERS_LOCK:
-        encoder = ENCODERS.get(key)
-        if encoder is None:
-            encoder = ENCODERS[key] = row_format.encoder(config, split)
-    return encoder
-
-
 class Encoder:
-    bad_records: "BadRecordList | None" = None  # lists those of all streams, if it is set
+    bad_records: BadRecordList | None = None  # lists those of all streams, if it is set
 
     def __init__(self, config: MaxTextConfig, split: Split):
         self.columns = data_columns(config, split)

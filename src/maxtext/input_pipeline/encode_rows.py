@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from maxtext.common.trees import common_prefix_length
 from maxtext.common.types import Json
 from maxtext.configs.sources import is_preset
 from maxtext.configs.types import MaxTextConfig
+from maxtext.input_pipeline.bad_records import BadRecordList
 from maxtext.input_pipeline.formats import Record, UnusableRecord
 from maxtext.input_pipeline.formatting import FormattingFunction
 from maxtext.input_pipeline.interface import MARGIN, Split
@@ -49,9 +50,6 @@ from maxtext.input_pipeline.row_forms import (
 from maxtext.tokenizers import Tokenizer, load_tokenizer
 from maxtext.tokenizers.assistant_mask import tokenize_chat
 from maxtext.tokenizers.chat import ChatTemplate, chat_template
-
-if TYPE_CHECKING:
-    from maxtext.input_pipeline.load_documents import BadRecordList
 
 DROPPED = {Remark.NOT_TRAINED_ON, Remark.CUT_EQUAL}  # remarks on rows and pairs without a gradient
 
@@ -144,7 +142,7 @@ class TextEncoder(ABC):
     max_columns: ClassVar[int] = 2
     columns_wanted: ClassVar[str] = "one form of rows"
     may_have_prompt_template: ClassVar[bool] = False
-    bad_records: "BadRecordList | None" = None  # lists those of all streams, if it is set
+    bad_records: BadRecordList | None = None  # lists those of all streams, if it is set
 
     def __init__(self, config: MaxTextConfig, split: Split, tokenizer: Tokenizer | None = None):
         self.columns = self.text_columns(config, split)

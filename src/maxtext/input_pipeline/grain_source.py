@@ -15,11 +15,10 @@ import yaml
 
 from maxtext.common.errors import ConfigError
 from maxtext.configs.types import MaxTextConfig
-from maxtext.input_pipeline.encode import columns_to_read
 from maxtext.input_pipeline.formats import Documents, find_files, kind_of, open_files
 from maxtext.input_pipeline.interface import BatchIterator, ShardSpec, Split
 from maxtext.input_pipeline.pipeline import MixtureComponent, document_batches, max_streams_of
-from maxtext.input_pipeline.row_formats import RowFormat
+from maxtext.input_pipeline.row_formats import RowFormat, columns_to_read
 
 Entry = tuple[str, str, float]  # (key that names it, files, weight)
 

@@ -20,7 +20,6 @@ from maxtext.common.errors import ConfigError, UserError
 from maxtext.common.extras import require
 from maxtext.common.types import Json
 from maxtext.configs.types import MaxTextConfig
-from maxtext.input_pipeline.encode import columns_to_read
 from maxtext.input_pipeline.encode_rows import TextEncoder, check_columns
 from maxtext.input_pipeline.formats import Record, find_files, kind_of, open_files
 from maxtext.input_pipeline.interface import BatchIterator, ShardSpec, Split
@@ -32,7 +31,7 @@ from maxtext.input_pipeline.pipeline import (
     record_batches,
     shuffle_seed,
 )
-from maxtext.input_pipeline.row_formats import RowFormat
+from maxtext.input_pipeline.row_formats import RowFormat, columns_to_read
 
 RECORD_WINDOW = 2048
 # load_dataset is not thread-safe (its progress bars), and several threads open data streams

@@ -17,16 +17,12 @@ A row of a prompt has its tokens as inputs, no targets, and in RECORD, of dtype 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.common.types import Json
 from maxtext.configs.types import MaxTextConfig
-
-if TYPE_CHECKING:
-    from maxtext.input_pipeline.row_formats import RowFormat
 
 Batch = dict[str, np.ndarray]
 State = Json
@@ -111,16 +107,6 @@ class BatchIterator(ABC):
 
 class TooLittleData(ConfigError):
     """Data that does not fill a batch."""
-
-
-class DataSource(Protocol):
-    """Creates the iterator of one shard of a split, or None if the configuration names no
-    evaluation data.
-    """
-
-    def __call__(
-        self, config: MaxTextConfig, split: Split, row_format: "RowFormat", shard: ShardSpec
-    ) -> BatchIterator | None: ...
 
 
 def keeps_last(config: MaxTextConfig, split: Split) -> bool:

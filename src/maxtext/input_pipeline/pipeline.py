@@ -23,7 +23,6 @@ from maxtext.common.errors import ConfigError
 from maxtext.common.log import LOGGER
 from maxtext.common.types import Json
 from maxtext.configs.types import MaxTextConfig
-from maxtext.input_pipeline.encode import shared_encoder
 from maxtext.input_pipeline.encode_rows import TextEncoder, check_columns
 from maxtext.input_pipeline.formats import Documents, RecordSource
 from maxtext.input_pipeline.interface import (
@@ -47,7 +46,7 @@ from maxtext.input_pipeline.load_documents import (
 )
 from maxtext.input_pipeline.order import WindowShuffle, epoch_order, max_streams_in_memory
 from maxtext.input_pipeline.packing import num_targets, packing_type, to_batches
-from maxtext.input_pipeline.row_formats import DataSize, RowFormat
+from maxtext.input_pipeline.row_formats import DataSize, RowFormat, shared_encoder
 
 
 class GrainBatches(BatchIterator):

@@ -23,11 +23,12 @@ from maxtext.common.errors import ConfigError, UserError
 from maxtext.common.files import write_text
 from maxtext.common.types import Json
 from maxtext.configs.types import MaxTextConfig
+from maxtext.input_pipeline.bad_records import BadRecords
 from maxtext.input_pipeline.encode import Encoder, data_columns
 from maxtext.input_pipeline.formats import RecordSource, find_files, open_files
 from maxtext.input_pipeline.grain_source import file_type, parse_mixture
 from maxtext.input_pipeline.interface import Split
-from maxtext.input_pipeline.load_documents import BadRecords, documents_per_chunk
+from maxtext.input_pipeline.load_documents import documents_per_chunk
 from maxtext.input_pipeline.row_formats import RowFormat
 from maxtext.input_pipeline.write_shards import (
     COLUMN,

@@ -6,13 +6,15 @@ says how records are encoded, which fields a batch has, and what is missing from
 small.
 """
 
+import threading
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
+from weakref import WeakValueDictionary
 
 from maxtext.configs.types import MaxTextConfig
-from maxtext.input_pipeline.encode import Encoder, RecordEncoder
+from maxtext.input_pipeline.encode import Encoder, RecordEncoder, data_columns
 from maxtext.input_pipeline.encode_rows import (
     PairEncoder,
     PromptEncoder,
@@ -20,12 +22,23 @@ from maxtext.input_pipeline.encode_rows import (
     ScoredPairEncoder,
     TextEncoder,
 )
-from maxtext.input_pipeline.interface import FIELDS, PAIR_FIELDS, LongDocuments
+from maxtext.input_pipeline.interface import (
+    FIELDS,
+    PAIR_FIELDS,
+    BatchIterator,
+    LongDocuments,
+    ShardSpec,
+    Split,
+)
 
 if TYPE_CHECKING:
     import grain  # importing it takes seconds
 
 TEACHER_LOGITS = "maxtext.input_pipeline.teacher_logits:teacher_logits_source"
+
+# Encoders in use
+ENCODERS: "WeakValueDictionary[tuple[type, Split, str], RecordEncoder]" = WeakValueDictionary()
+ENCODERS_LOCK = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -198,3 +211,32 @@ PROMPTS = PromptRows(PromptEncoder, has_records=True)
 def with_teacher_logits(rows: RowFormat) -> RowFormat:
     """The format of a run whose training rows were written with the logits of a teacher."""
     return replace(rows, train_source=TEACHER_LOGITS)
+
+
+class DataSource(Protocol):
+    """Creates the iterator of one shard of a split, or None if the configuration names no
+    evaluation data.
+    """
+
+    def __call__(
+        self, config: MaxTextConfig, split: Split, row_format: RowFormat, shard: ShardSpec
+    ) -> BatchIterator | None: ...
+
+
+def columns_to_read(config: MaxTextConfig, split: Split, row_format: RowFormat) -> list[str]:
+    """The columns that files have to have; none if all are read, and the form of a row follows from
+    them.
+    """
+    return [] if row_format.has_masks else data_columns(config, split)
+
+
+def shared_encoder(config: MaxTextConfig, split: Split, row_format: RowFormat) -> RecordEncoder:
+    """The encoder of a configuration, shared by all data streams of a process: a tokenizer is slow
+    to load, and caches pre-tokens.
+    """
+    key = (row_format.encoder, split, config.model_dump_json())
+    with ENCODERS_LOCK:
+        encoder = ENCODERS.get(key)
+        if encoder is None:
+            encoder = ENCODERS[key] = row_format.encoder(config, split)
+    return encoder

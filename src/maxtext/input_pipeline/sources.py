@@ -14,12 +14,11 @@ from maxtext.configs.types import MaxTextConfig
 from maxtext.input_pipeline.interface import (
     Batch,
     BatchIterator,
-    DataSource,
     ShardSpec,
     Split,
     State,
 )
-from maxtext.input_pipeline.row_formats import RowFormat
+from maxtext.input_pipeline.row_formats import DataSource, RowFormat
 
 if TYPE_CHECKING:
     from maxtext.input_pipeline.pipeline import MixtureComponent

@@ -14,11 +14,10 @@ from maxtext.common.errors import ConfigError
 from maxtext.common.extras import require
 from maxtext.common.files import is_remote, path_problem
 from maxtext.configs.types import MaxTextConfig
-from maxtext.input_pipeline.encode import columns_to_read
 from maxtext.input_pipeline.formats import Documents, Record, open_files
 from maxtext.input_pipeline.interface import BatchIterator, ShardSpec, Split
 from maxtext.input_pipeline.pipeline import MixtureComponent, document_batches, max_streams_of
-from maxtext.input_pipeline.row_formats import RowFormat
+from maxtext.input_pipeline.row_formats import RowFormat, columns_to_read
 
 # File format of `tfds` -> kind of file (formats/)
 KINDS = {"array_record": "arrayrecord", "tfrecord": "tfrecord"}

@@ -8,11 +8,11 @@ import numpy as np
 
 from maxtext.configs.types import DatasetType, MaxTextConfig
 from maxtext.input_pipeline import hf_source
-from maxtext.input_pipeline.encode import RecordEncoder, shared_encoder
+from maxtext.input_pipeline.encode import RecordEncoder
 from maxtext.input_pipeline.formats import BadRecord, Record, RecordSource, UnusableRecord
 from maxtext.input_pipeline.interface import ShardSpec, Split
 from maxtext.input_pipeline.packing import Document, num_targets
-from maxtext.input_pipeline.row_formats import RowFormat
+from maxtext.input_pipeline.row_formats import RowFormat, shared_encoder
 from maxtext.input_pipeline.sources import source_of
 
 SAMPLED_DOCUMENTS = 256  # of each component of a mixture; all documents of a smaller one

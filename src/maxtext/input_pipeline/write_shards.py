@@ -15,9 +15,10 @@ from typing import Any
 
 from maxtext.common.errors import UserError
 from maxtext.common.files import sync_directory
+from maxtext.input_pipeline.bad_records import BadRecords
 from maxtext.input_pipeline.encode import Encoder
 from maxtext.input_pipeline.formats import BadRecord, RecordSource, encode_example
-from maxtext.input_pipeline.load_documents import BadRecords, LoadDocuments
+from maxtext.input_pipeline.load_documents import LoadDocuments
 from maxtext.input_pipeline.subprocesses import start_program
 from maxtext.tokenizers.text_utils import num_cores
 

@@ -3,8 +3,6 @@
 With lora_weight_qtype (QLoRA) the matrices of the base are quantized as they are loaded.
 """
 
-from typing import TYPE_CHECKING
-
 import jax
 
 from maxtext.adapters.peft_folder import read_adapter
@@ -22,9 +20,7 @@ from maxtext.layers.parameters import Template
 from maxtext.layers.quantized import initial_quantizer
 from maxtext.models.transformer import build_context, initial_weights, make_template
 from maxtext.sharding import AxisRules, use_rules
-
-if TYPE_CHECKING:
-    from maxtext.trainers.run_context import RunContext
+from maxtext.trainers.run_context import RunContext
 
 
 def run_adapters(config: MaxTextConfig) -> AdapterSpec | None:
@@ -66,7 +62,7 @@ def model_context(
     return build_context(config, rules, mode, quantized_weights=quantized, adapters=adapters)
 
 
-def adapted_weights(context: "RunContext", checkpoint: Checkpoint | None) -> Tree:
+def adapted_weights(context: RunContext, checkpoint: Checkpoint | None) -> Tree:
     """The base of a folder, or a random one, with the adapters before the first step."""
     config, template = context.config, base_template(context.config, context.rules)
     with use_rules(context.rules):
@@ -92,7 +88,7 @@ def adapted_weights(context: "RunContext", checkpoint: Checkpoint | None) -> Tre
         return merge_dicts(base, initial_adapter(context, base))
 
 
-def initial_adapter(context: "RunContext", base: Tree) -> Tree:
+def initial_adapter(context: RunContext, base: Tree) -> Tree:
     """The parameters of the adapters: those of lora_restore_path, with the modules that it has in
     full (modules_to_save), or new ones."""
     config, template = context.config, context.template
@@ -115,7 +111,7 @@ def initial_adapter(context: "RunContext", base: Tree) -> Tree:
     return jax.jit(fresh, out_shardings=shardings)(base)
 
 
-def trained_adapter(context: "RunContext", weights: Tree) -> Adapter:
+def trained_adapter(context: RunContext, weights: Tree) -> Adapter:
     """The adapter of a run, on the host."""
     assert context.adapters is not None
     return Adapter.from_tree(context.adapters, weights, context.template, context.config)

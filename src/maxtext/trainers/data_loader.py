@@ -1,20 +1,16 @@
-"""Batches from the data streams to the devices, for one process or many, and their sizes.
+"""Batches from the data streams to the devices, for one process or many.
 
 `TrainDataLoader` returns the batch of each step. In a run of several processes it carries a stop
 flag from every process: CONTINUE, STOP (it was asked to stop, and will after the steps that are
 dispatched) or DATA_ENDED (it has no data for this step, which then changes nothing). The step
 all-reduces the flags with max and returns the result with its metrics, so all processes leave the
 loop after the same step without any other communication.
-
-`StepBatches` says how many rows a step of a training method trains on, and by which keys. Ramp-up
-(`batch_size_at`) raises the global batch size by equal increments, and keeps each size until its
-share of the samples is used.
 """
 
 import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -22,78 +18,12 @@ from jax.experimental import multihost_utils
 from jax.sharding import Sharding
 
 from maxtext.common.errors import ConfigError
-from maxtext.common.types import Json
-from maxtext.configs.derive import rampup_stages
 from maxtext.configs.types import MaxTextConfig
 from maxtext.input_pipeline import Batch, DataStreams, Split, open_data_streams, prefetch
+from maxtext.trainers.batch_size import batch_size_at
 from maxtext.trainers.model_losses import token_order
+from maxtext.trainers.run_context import RunContext
 from maxtext.trainers.step import STOP_FLAG, StopFlag
-
-
-def batch_size_at(config: MaxTextConfig, step: int) -> int:
-    """Rows that step number `step` trains on."""
-    stage_end = 0
-    for rows, steps in rampup_stages(config) if config.enable_rampup_batch_size else ():
-        stage_end += steps
-        if step < stage_end:
-            return rows
-    return config.global_batch_size_to_train_on
-
-
-def batch_sizes(config: MaxTextConfig) -> list[int]:
-    """All values of batch_size_at, the full size last."""
-    full = config.global_batch_size_to_train_on
-    if not config.enable_rampup_batch_size:
-        return [full]
-    return [*(rows for rows, steps in rampup_stages(config) if steps), full]
-
-
-class StepBatches(Protocol):
-    """The batches of a training method. Rows are those of a microbatch over all devices."""
-
-    rows_key: str  # the keys that a batch which does not divide over the mesh comes from
-    microbatch_key: str  # the key that sets the rows of a microbatch
-
-    def rows_to_read(self, config: MaxTextConfig, step: int) -> int:
-        """Rows of the data that step number `step` needs."""
-
-    def sizes_to_read(self, config: MaxTextConfig) -> list[int]:
-        """All values of `rows_to_read`, the full size last."""
-
-    def microbatch_value(self, config: MaxTextConfig, rows: int, num_devices: int) -> float:
-        """The value of `microbatch_key` for a microbatch of `rows` rows."""
-
-    def possible_rows(self, config: MaxTextConfig, limit: int, shards: int) -> int:
-        """The largest microbatch of up to `limit` rows that `microbatch_key` can set, if the mesh
-        splits rows into `shards`; 0 if there is none."""
-
-    def with_microbatch(self, config: MaxTextConfig, rows: int, num_devices: int) -> Json:
-        """The keys of a microbatch of `rows` rows."""
-
-
-class RowBatches:
-    """Batches of per_device_batch_size rows of the data on each device."""
-
-    rows_key = microbatch_key = "per_device_batch_size"
-
-    def rows_to_read(self, config: MaxTextConfig, step: int) -> int:
-        return batch_size_at(config, step)
-
-    def sizes_to_read(self, config: MaxTextConfig) -> list[int]:
-        return batch_sizes(config)
-
-    def microbatch_value(self, config: MaxTextConfig, rows: int, num_devices: int) -> float:
-        return rows / num_devices
-
-    def possible_rows(self, config: MaxTextConfig, limit: int, shards: int) -> int:
-        return limit // shards * shards
-
-    def with_microbatch(self, config: MaxTextConfig, rows: int, num_devices: int) -> Json:
-        return {self.microbatch_key: self.microbatch_value(config, rows, num_devices)}
-
-
-if TYPE_CHECKING:
-    from maxtext.trainers.run_context import RunContext
 
 PREFETCHED_BATCHES = 2  # on the host
 AddFields = Callable[[Batch], Batch]
@@ -112,7 +42,7 @@ class DeviceBatch(NamedTuple):
 class TrainDataLoader:
     """The batch of each step. `source` holds the position in the data."""
 
-    def __init__(self, context: "RunContext"):
+    def __init__(self, context: RunContext):
         self.context = context
         self.streams = open_train_streams(context)
         self.source = prefetch(self.streams, PREFETCHED_BATCHES)
@@ -165,7 +95,7 @@ class EvalDataLoader:
     """Each call returns all batches of one evaluation, from the first. `add_fields` is called with
     each batch of the data."""
 
-    def __init__(self, context: "RunContext", streams: DataStreams, add_fields: AddFields):
+    def __init__(self, context: RunContext, streams: DataStreams, add_fields: AddFields):
         self.context = context
         self.streams = streams
         self.add_fields = add_fields
@@ -209,20 +139,20 @@ def any_process(flag: bool) -> bool:
 
 
 def padding_batch(
-    context: "RunContext", streams: DataStreams, rows: int, is_training: bool = True
+    context: RunContext, streams: DataStreams, rows: int, is_training: bool = True
 ) -> Batch:
     """The part of a padding batch of `rows` rows that this process holds."""
     return padding_fields(context, len(streams.local_rows(rows)), is_training)
 
 
-def padding_fields(context: "RunContext", rows: int, is_training: bool) -> Batch:
+def padding_fields(context: RunContext, rows: int, is_training: bool) -> Batch:
     fields = context.abstract_batch(1, is_training)
     return {name: np.zeros((rows, *field.shape[1:]), field.dtype) for name, field in fields.items()}
 
 
-def open_train_streams(context: "RunContext") -> DataStreams:
+def open_train_streams(context: RunContext) -> DataStreams:
     config = context.config
-    batches = context.method.batches
+    batches = context.batches
     streams = open_data_streams(
         config,
         Split.TRAIN,
@@ -236,10 +166,10 @@ def open_train_streams(context: "RunContext") -> DataStreams:
     return streams
 
 
-def open_eval_streams(context: "RunContext") -> DataStreams | None:
+def open_eval_streams(context: RunContext) -> DataStreams | None:
     """None if evaluation is off. Raises ConfigError if it has no data, or data without an end."""
     config = context.config
-    if config.eval_interval <= 0 or not context.method.has_eval_loss:
+    if config.eval_interval <= 0 or not context.has_eval_loss:
         return None
     if config.eval_steps <= 0 and config.dataset_type.value == "synthetic":
         raise ConfigError(
@@ -273,7 +203,7 @@ def processes_per_reader(config: MaxTextConfig) -> int:
     return round(max(config.expansion_factor_real_data, 1))
 
 
-def rows_to_read(context: "RunContext", rows: int) -> np.ndarray:
+def rows_to_read(context: RunContext, rows: int) -> np.ndarray:
     """Sorted indices of the rows of a batch that this process reads: those of its own devices, and
     with expansion_factor_real_data also those of processes that do not read."""
     loaded = rows * processes_per_reader(context.config)
@@ -287,7 +217,7 @@ def rows_to_read(context: "RunContext", rows: int) -> np.ndarray:
 
 
 def shard_batch(
-    context: "RunContext", batch: Batch, streams: DataStreams, full_rows: int
+    context: RunContext, batch: Batch, streams: DataStreams, full_rows: int
 ) -> dict[str, jax.Array]:
     """`full_rows`: the rows of the global batch, if this process has none of them."""
     rows = streams.global_rows(batch) or full_rows
@@ -295,7 +225,7 @@ def shard_batch(
 
 
 def to_devices(
-    context: "RunContext",
+    context: RunContext,
     batch: dict[str, np.ndarray],
     local_rows: np.ndarray | None = None,
     rows: int | None = None,
@@ -349,7 +279,7 @@ def redistribute(field: jax.Array, rows: int, sharding: Sharding) -> jax.Array:
     return jax.lax.with_sharding_constraint(field[:rows], sharding)
 
 
-def fill_per_device(context: "RunContext", value: int) -> jax.Array:
+def fill_per_device(context: RunContext, value: int) -> jax.Array:
     """[devices]: this process's value on each of its devices."""
     array = np.full(1, value, np.int32)
     return jax.make_array_from_callback(

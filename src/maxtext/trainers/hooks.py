@@ -3,7 +3,6 @@
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import jax
 
@@ -21,10 +20,8 @@ from maxtext.trainers.compilation.compile import compile_eval_step
 from maxtext.trainers.data_loader import AddFields, EvalDataLoader
 from maxtext.trainers.loop import Hook, Loop
 from maxtext.trainers.objective import Objective
+from maxtext.trainers.run_context import RunContext
 from maxtext.trainers.step import TrainState, max_nonfinite_steps
-
-if TYPE_CHECKING:
-    from maxtext.trainers.run_context import RunContext
 
 WINDOW_SECONDS = 1.0
 WINDOW_STEPS = 50
@@ -213,7 +210,7 @@ class Profile(Hook):
         self.profiler.close()
 
 
-def standard_hooks(context: "RunContext", recorder: Recorder, first_step: int) -> list[Hook]:
+def standard_hooks(context: RunContext, recorder: Recorder, first_step: int) -> list[Hook]:
     """Profiles, and records of metrics."""
     config = context.config
     peak_flops = hardware.peak_flops(jax.devices()[0].device_kind, config.dtype.value)
@@ -230,7 +227,7 @@ def standard_hooks(context: "RunContext", recorder: Recorder, first_step: int) -
 
 
 def evaluation_hook(
-    context: "RunContext", recorder: Recorder, streams: DataStreams, add_fields: AddFields
+    context: RunContext, recorder: Recorder, streams: DataStreams, add_fields: AddFields
 ) -> EvaluateLoss:
     context = context.for_evaluation()
     return EvaluateLoss(

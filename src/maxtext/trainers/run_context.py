@@ -1,6 +1,5 @@
 """The context that all parts of a run share: configuration, mesh rules, model and optimizer."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -8,8 +7,6 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from maxtext.common.errors import ConfigError
-from maxtext.common.log import LOGGER
 from maxtext.common.types import Tree
 from maxtext.configs.types import MaxTextConfig
 from maxtext.input_pipeline import RowFormat
@@ -19,16 +16,10 @@ from maxtext.layers.parameters import Template
 from maxtext.layers.quantized import abstract_quantized
 from maxtext.models.counts import train_flops_per_token
 from maxtext.models.transformer import (
-    build_context,
     initial_weights,
-    make_template,
-    refuse_absent_kernels,
 )
-from maxtext.optimizers import build_optimizer
-from maxtext.sharding import AxisRules, make_mesh, use_rules
-from maxtext.trainers.adapters import model_context, run_adapters
-from maxtext.trainers.methods import method_of
-from maxtext.trainers.methods.method import Method
+from maxtext.sharding import AxisRules, use_rules
+from maxtext.trainers.batch_size import StepBatches
 from maxtext.trainers.objective import Objective
 from maxtext.trainers.shardings import Shardings
 from maxtext.trainers.step import TrainState
@@ -37,46 +28,14 @@ from maxtext.trainers.trainable import optimized_mask, select
 
 @dataclass(frozen=True)
 class RunContext:
-    method: Method
     rules: AxisRules  # of the state
     objective: Objective
     optimizer: optax.GradientTransformationExtraArgs
+    row_format: RowFormat
+    batches: StepBatches
+    has_eval_loss: bool = True
     adapters: AdapterSpec | None = None  # that are trained, over a frozen base
     own_program_rules: AxisRules | None = None  # of batches and activations, if not `rules`
-
-    @classmethod
-    def from_config(
-        cls, config: MaxTextConfig, devices: Sequence[jax.Device] | None = None
-    ) -> "RunContext":
-        """For the devices of this run, or for given ones, which may be absent: then the step can
-        be compiled but not run. Raises ConfigError for keys that only inference supports."""
-        reject_inference_keys(config)
-        rules = AxisRules.from_config(config, make_mesh(config, devices))
-        refuse_absent_kernels(config, build_context(config, rules))
-        return cls.from_rules(config, rules)
-
-    @classmethod
-    def from_rules(cls, config: MaxTextConfig, rules: AxisRules) -> "RunContext":
-        adapters, method = run_adapters(config), method_of(config)
-        if config.mtp_num_layers and not method.trains_mtp:
-            LOGGER.warning(
-                "the MTP layers of the model are not trained: %s has no such loss", method.name
-            )
-        template = make_template(config, model_context(config, rules, adapters=adapters))
-        objective = method.objective(config, template, rules)
-        trained = optimized_mask(config, objective.template, warn=True)
-        if not any(jax.tree.leaves(trained)):
-            raise ConfigError(
-                "nothing would be trained: trainable_parameters_mask and student_params_to_update "
-                "match no weight that this run may change"
-            )
-        return cls(
-            method=method,
-            rules=rules,
-            objective=objective,
-            optimizer=build_optimizer(config, select(objective.template.axes, trained)),
-            adapters=adapters,
-        )
 
     @property
     def config(self) -> MaxTextConfig:
@@ -92,10 +51,6 @@ class RunContext:
         if not self.config.logical_axis_rules_for_eval:
             return self
         return replace(self, own_program_rules=self.rules.for_evaluation(self.config))
-
-    @property
-    def row_format(self) -> RowFormat:
-        return self.method.row_format(self.config)
 
     def with_config(self, config: MaxTextConfig) -> "RunContext":
         """The same model and mesh, with other settings of its programs."""
@@ -164,7 +119,8 @@ class RunContext:
     def shardings(self) -> Shardings:
         return Shardings(
             config=self.config,
-            method=self.method,
+            batches=self.batches,
+            has_eval_loss=self.has_eval_loss,
             rules=self.rules,
             program_rules=self.program_rules,
             template=self.template,
@@ -216,31 +172,3 @@ class RunContext:
     def abstract_key(self) -> jax.ShapeDtypeStruct:
         key = jax.eval_shape(self.make_key)
         return jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=self.shardings.replicated)
-
-
-def reject_inference_keys(config: MaxTextConfig) -> None:
-    """Raise ConfigError for a key that only inference supports."""
-    for key, value in (("attention", "paged"), ("use_ragged_attention", True)):
-        if getattr(config, key) == value:
-            raise ConfigError(
-                f"{key}={str(value).lower()} ({config.source(key)}) is about the KV cache of "
-                "generation, and training has none: leave it out"
-            )
-    if config.lora_input_adapters_path:
-        raise ConfigError(
-            f"lora_input_adapters_path={config.lora_input_adapters_path} "
-            f"({config.source('lora_input_adapters_path')}) is for generation: to train an adapter "
-            "further, set lora_restore_path"
-        )
-    quantization = config.quantization.value if config.quantization else ""
-    values = {
-        "checkpoint_is_quantized": "true" if config.checkpoint_is_quantized else "",
-        "save_quantized_params_path": config.save_quantized_params_path,
-        "quantization": quantization if quantization == "int4" else "",
-    }
-    for key in filter(values.get, values):
-        raise ConfigError(
-            f"{key}={values[key]} ({config.source(key)}) is for inference, and training needs "
-            "weights in floats: leave it out; quantization=int8 or fp8 trains with int8 or fp8 "
-            "matmuls"
-        )

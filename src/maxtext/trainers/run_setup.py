@@ -21,16 +21,18 @@ from maxtext.configs.provenance import Source
 from maxtext.configs.types import MaxTextConfig
 from maxtext.input_pipeline import DataStreams
 from maxtext.optimizers import build_optimizer
+from maxtext.trainers.batch_size import batch_size_at
+from maxtext.trainers.build import build_run_context
 from maxtext.trainers.checkpointing.init_state import with_reference
 from maxtext.trainers.checkpointing.restore import Start, find_start, frozen_checksum
 from maxtext.trainers.compilation.aot import StepCache
 from maxtext.trainers.data_loader import (
     TrainDataLoader,
-    batch_size_at,
     open_eval_streams,
     open_train_streams,
 )
 from maxtext.trainers.memory.usage import FreeMemory, check_state, compile_and_check
+from maxtext.trainers.methods import method_of
 from maxtext.trainers.run_context import RunContext
 from maxtext.trainers.step import TrainState
 from maxtext.trainers.trainable import select
@@ -119,12 +121,12 @@ class RunSetup:
     def open(cls, config: MaxTextConfig, checkpoint: Checkpoint | None) -> "RunSetup":
         """Open the data and find the checkpoint to start from. Raises UserError if the run cannot
         be started."""
-        context = RunContext.from_config(config)
+        context = build_run_context(config)
         context.shardings.check()
         check_state(context, free_memory := FreeMemory.measure())
         if has_open_end(context):
             context = with_steps_of_epochs(context)
-        data_loader = context.method.data_loader(context)
+        data_loader = method_of(config).data_loader(context)
         eval_streams = open_eval_streams(context.for_evaluation())
         start = find_start(context, data_loader.source, checkpoint)
         return cls(
@@ -161,7 +163,7 @@ class RunSetup:
             state, key = self.start.result()
             state = with_reference(self.context, state, step, self.checkpoint)
         checksum = frozen_checksum(self.context, state, self.start)
-        self.data_loader.add_fields = self.context.method.prepare_batches(
+        self.data_loader.add_fields = method_of(self.context.config).prepare_batches(
             self.context, state, step, self.checkpoint
         )
         return InitialState(state, key, frozen_checksum=checksum)

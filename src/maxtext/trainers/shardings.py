@@ -19,7 +19,7 @@ from maxtext.sharding.state import (
     on_host,
     shard_over,
 )
-from maxtext.trainers.methods.method import Method
+from maxtext.trainers.batch_size import StepBatches
 from maxtext.trainers.step import TrainState
 from maxtext.trainers.trainable import optimized_mask, select
 
@@ -27,7 +27,8 @@ from maxtext.trainers.trainable import optimized_mask, select
 @dataclass(frozen=True)
 class Shardings:
     config: MaxTextConfig
-    method: Method
+    batches: StepBatches
+    has_eval_loss: bool
     rules: AxisRules  # of the state
     program_rules: AxisRules  # of batches
     template: Template
@@ -127,10 +128,8 @@ class Shardings:
         sharding_tolerance allows are replicated although the mesh could split them. With
         debug_sharding, log the sharding of every weight."""
         config = self.config
-        check_batch_size(
-            self.rules, config.micro_batch_size_to_train_on, self.method.batches.rows_key
-        )
-        if config.eval_interval > 0 and self.method.has_eval_loss:
+        check_batch_size(self.rules, config.micro_batch_size_to_train_on, self.batches.rows_key)
+        if config.eval_interval > 0 and self.has_eval_loss:
             check_batch_size(
                 self.rules.for_evaluation(config),
                 config.micro_batch_size_to_eval_on,

@@ -71,7 +71,7 @@ def train_locked(
     start_time = time.perf_counter()
     run = RunSetup.open(config, checkpoint)
     context, data_loader, start = run.context, run.data_loader, run.start
-    config, method = context.config, context.method
+    config, method = context.config, method_of(context.config)
     if run.is_done:
         data_loader.close()
         return nothing_to_do(run)

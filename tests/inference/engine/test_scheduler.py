@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from maxtext.common.errors import ConfigError
-from maxtext.inference.engine import cache_config
 from maxtext.inference.engine import executor as executor_module
+from maxtext.inference.engine import shapes
 from maxtext.inference.engine.batches import PrefillBatch
 from maxtext.inference.engine.engine import InferenceEngine
 from maxtext.inference.engine.executor import Executor
@@ -211,7 +211,7 @@ def packing(monkeypatch):
 
     monkeypatch.setattr(Executor, "supports_packing", True)
     monkeypatch.setattr(Executor, "prefill", spy)
-    monkeypatch.setattr(cache_config, "PACKED_SHAPES", ((24, 2), (48, 2), (48, 4)))
+    monkeypatch.setattr(shapes, "PACKED_SHAPES", ((24, 2), (48, 2), (48, 4)))
     return counts
 
 
@@ -290,16 +290,16 @@ def test_paged_attention_kernel(monkeypatch):
     ):
         tokens(*ragged)
     gathered = tokens()
-    blocks = []
+    tile_sizes = []
 
     def interpreted(*arrays, attend=decode.paged_attention, **options):
-        blocks.append(options["block"])
+        tile_sizes.append(options["tile_size"])
         return attend(*arrays, interpret=True, **options)
 
     monkeypatch.setattr(decode, "unsupported_reason", lambda *facts: None)
     monkeypatch.setattr(decode, "paged_attention", interpreted)
     assert tokens(*ragged) == gathered
-    assert set(blocks) == {8}
+    assert set(tile_sizes) == {8}
 
 
 def test_log_probabilities(models):

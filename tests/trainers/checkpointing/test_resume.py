@@ -18,6 +18,7 @@ from maxtext.checkpoint.saved_step import SavedStep
 from maxtext.checkpoint.steps import all_steps
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.trainers import banner, train
+from maxtext.trainers.build import build_run_context
 from maxtext.trainers.checkpointing import restore
 from maxtext.trainers.hooks import TrainingFailed
 from maxtext.trainers.loop import Hook
@@ -180,7 +181,7 @@ def test_layers_may_be_unrolled_on_resume(go):
                 weights.read("layers/1/attention/query/weight"), stacked[:, 1]
             )
     # Without a step in between the very bits.
-    context = restore.RunContext.from_config(
+    context = build_run_context(
         go("there", "steps=6", "scan_layers=true", llama).context.config.model_copy(
             update={"scan_layers": False}
         )

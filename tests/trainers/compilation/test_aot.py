@@ -10,6 +10,7 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from maxtext.common.errors import ConfigError, UserError
+from maxtext.trainers.build import build_run_context
 from maxtext.trainers.checkpointing.init_state import initial_state
 from maxtext.trainers.compilation import aot
 from maxtext.trainers.compilation.aot import load_or_compile
@@ -20,7 +21,6 @@ from maxtext.trainers.compilation.compile import (
     lower_train_step,
 )
 from maxtext.trainers.data_loader import to_devices
-from maxtext.trainers.run_context import RunContext
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def saved(configure, tmp_path_factory):
     """(configuration, its compiled step, the file)."""
     path = tmp_path_factory.mktemp("aot") / "deep" / "step.bin"
     config = configure(f"compiled_trainstep_file={path}")
-    context = RunContext.from_config(config)
+    context = build_run_context(config)
     lowered = lower_train_step(context, config.global_batch_size_to_train_on)
     compiled = aot.compile_without_cache(context, lowered)
     size = aot.save(str(path), context, lowered, compiled)
@@ -50,13 +50,13 @@ def no_compiler(monkeypatch):
 
 
 def train_step(config):
-    return load_or_compile(RunContext.from_config(config), config.global_batch_size_to_train_on)
+    return load_or_compile(build_run_context(config), config.global_batch_size_to_train_on)
 
 
 @pytest.mark.slow
 def test_a_loaded_step_runs_without_compiling(saved, packed, monkeypatch):
     config, compiled, _ = saved
-    context = RunContext.from_config(config)
+    context = build_run_context(config)
     first = initial_state(context)
     second = jax.tree.map(jnp.copy, first)  # a step donates its state
     batch, key = to_devices(context, packed), context.key
@@ -78,7 +78,7 @@ def test_a_loaded_step_runs_without_compiling(saved, packed, monkeypatch):
 @pytest.mark.slow
 def test_a_step_in_the_persistent_cache_can_be_saved(configure, packed, tmp_path):
     config = configure(f"compiled_trainstep_file={tmp_path / 'step.bin'}", "learning_rate=0.125")
-    context = RunContext.from_config(config)
+    context = build_run_context(config)
     state = initial_state(context)
     first, lowered = (
         lower_train_step(context, config.global_batch_size_to_train_on) for _ in range(2)

@@ -11,10 +11,10 @@ from maxtext.configs.derive import Devices
 from maxtext.configs.sources import from_overrides
 from maxtext.kernels.attention import cudnn
 from maxtext.models.configuration import load
+from maxtext.trainers.build import build_run_context
 from maxtext.trainers.compilation import aot
 from maxtext.trainers.compilation.aot import UNBOUNDED, StepCache, largest_segment_bucket
 from maxtext.trainers.data_loader import DeviceBatch, max_segments
-from maxtext.trainers.run_context import RunContext
 
 OVERRIDES = [
     "base_emb_dim=16",
@@ -27,7 +27,7 @@ OVERRIDES = [
 
 def context_of(*overrides):
     last = {override.partition("=")[0]: override for override in (*OVERRIDES, *overrides)}
-    return RunContext.from_config(
+    return build_run_context(
         load(None, from_overrides(last.values()), environ={}, devices=Devices(1)), jax.devices()[:1]
     )
 

@@ -8,10 +8,10 @@ from maxtext.common.errors import UserError
 from maxtext.models.counts import parameter_count
 from maxtext.sharding.memory import MemoryBytes
 from maxtext.trainers import run_setup, train
+from maxtext.trainers.build import build_run_context
 from maxtext.trainers.compilation.compile import OutOfDeviceMemory, compile_train_step
 from maxtext.trainers.memory import usage
 from maxtext.trainers.memory.usage import FreeMemory
-from maxtext.trainers.run_context import RunContext
 from tests.trainers.conftest import LENGTH
 
 GIB = 2**30
@@ -25,19 +25,19 @@ PROMPTS = (
 
 def test_state_bytes(configure):
     """Three float32 arrays for each weight (the weight and two moments), and a few counters."""
-    context = RunContext.from_config(configure())
+    context = build_run_context(configure())
     weights = parameter_count(context.template.weights)
     assert 12 * weights <= usage.state_bytes(context).device <= 12 * weights + 100
 
 
 def test_a_state_that_does_not_fit_is_refused_whatever_the_batch(configure, log_messages):
-    context = RunContext.from_config(configure())
+    context = build_run_context(configure())
     needed = usage.state_bytes(context).device
     usage.check_state(context, FreeMemory(needed))
     usage.check_state(context, FreeMemory(None))
     with pytest.raises(OutOfDeviceMemory, match="so no batch size fits: .*lora_rank=16.*--force"):
         usage.check_state(context, FreeMemory(needed - 1))
-    forced = RunContext.from_config(configure("check_memory=false"))
+    forced = build_run_context(configure("check_memory=false"))
     usage.check_state(forced, FreeMemory(needed - 1))
     assert "expect it to fail or to swap" in log_messages[-1]
 
@@ -53,7 +53,7 @@ def test_a_shortage_of_host_memory_is_refused(configure):
 
 def test_an_offloaded_state_is_refused_by_the_memory_of_the_host(configure):
     """Of three float32 arrays for each weight, the two moments are on the host."""
-    context = RunContext.from_config(configure("optimizer_memory_host_offload=true"))
+    context = build_run_context(configure("optimizer_memory_host_offload=true"))
     host = 8 * parameter_count(context.template.weights)
     usage.check_state(context, FreeMemory(None, host=host))
     with pytest.raises(OutOfDeviceMemory, match="the state of training.* of host memory for each"):
@@ -63,7 +63,7 @@ def test_an_offloaded_state_is_refused_by_the_memory_of_the_host(configure):
 def test_a_state_that_does_not_fit_with_the_cache_of_a_rollout_is_refused(configure, log_messages):
     """48 rollouts, with the keys and values of 2 heads of 8 float32 numbers of each token. The
     engine samples fewer at a time if memory is short."""
-    context = RunContext.from_config(configure(*PROMPTS, "kv_cache_buffer=4"))
+    context = build_run_context(configure(*PROMPTS, "kv_cache_buffer=4"))
     state, cache = usage.state_bytes(context).device, (LENGTH + 4) * 2 * 2 * 8 * 4
     usage.check_state(context, FreeMemory(state + 48 * cache))
     assert not any("sampling" in message for message in log_messages)
@@ -80,13 +80,13 @@ def test_offloaded_weights_are_on_the_device_while_rollouts_are_sampled(configur
         "parameter_memory_host_offload=true", "optimizer_memory_host_offload=true",
         "kv_cache_buffer=0", "grpo_beta=0",
     )  # fmt: skip
-    context = RunContext.from_config(configure(*PROMPTS, *keys))
+    context = build_run_context(configure(*PROMPTS, *keys))
     weights = 4 * parameter_count(context.template.weights)
     needed = usage.sampling_bytes(context)
     caches = 48 * LENGTH * 2 * 2 * 8 * 4
     assert weights + caches <= needed.device <= weights + caches + 100
     assert needed.host == 3 * weights
-    pretraining = RunContext.from_config(configure())
+    pretraining = build_run_context(configure())
     assert usage.sampling_bytes(pretraining) == MemoryBytes()
 
 
@@ -117,7 +117,7 @@ def test_force_starts_anyway(capsys, monkeypatch, tmp_path):
 
 def test_the_largest_batch_that_fits_is_named(configure):
     """With the memory that a step of 5 rows needs, and a byte less; each is compiled."""
-    context = RunContext.from_config(configure(*SMALL, "per_device_batch_size=24"))
+    context = build_run_context(configure(*SMALL, "per_device_batch_size=24"))
     fits = compiled(configure(*SMALL, "per_device_batch_size=5"))
     with pytest.raises(OutOfDeviceMemory, match=r"per_device_batch_size=24.* are free") as refusal:
         check(context, FreeMemory(fits))
@@ -127,7 +127,7 @@ def test_the_largest_batch_that_fits_is_named(configure):
 
 
 def test_a_step_that_fits_compiles_nothing_else(configure, monkeypatch):
-    context = RunContext.from_config(configure(*SMALL))
+    context = build_run_context(configure(*SMALL))
     step = compile_train_step(context, 8)
     monkeypatch.setattr(usage, "compile_train_step", None)
     free = FreeMemory(usage.step_bytes(step).device)
@@ -155,7 +155,7 @@ def test_batches_are_found_by_interpolation(configure, monkeypatch, overrides, f
 
     monkeypatch.setattr(usage, "compiled_bytes", needed)
     monkeypatch.setattr(usage, "state_bytes", lambda context: MemoryBytes(GIB))
-    context = RunContext.from_config(configure(*overrides))
+    context = build_run_context(configure(*overrides))
     rows = context.config.micro_batch_size_to_train_on
     text = usage.describe_batch(context, FreeMemory(free), MemoryBytes((2 + rows) * GIB))
     assert text.startswith(advice)
@@ -169,7 +169,7 @@ def test_a_batch_that_the_compiler_refuses_has_the_same_advice(configure, monkey
     monkeypatch.setattr(
         usage, "compiled_bytes", lambda context, rows: MemoryBytes(rows) if rows < 3 else None
     )
-    context = RunContext.from_config(configure())
+    context = build_run_context(configure())
     with pytest.raises(OutOfDeviceMemory, match="Used 17G.*; per_device_batch_size=2 is the larg"):
         usage.compile_and_check(context, FreeMemory(16 * GIB), refuse)
 
@@ -195,7 +195,7 @@ def test_a_failed_allocation_is_one_sentence(
 
 
 def compiled(config):
-    context = RunContext.from_config(config)
+    context = build_run_context(config)
     step = compile_train_step(context, config.global_batch_size_to_train_on)
     return usage.step_bytes(step).device
 

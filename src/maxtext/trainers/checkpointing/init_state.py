@@ -4,7 +4,6 @@ import importlib
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 import jax
 
@@ -21,14 +20,12 @@ from maxtext.models.hf_registry import config_differences
 from maxtext.models.transformer import initial_weights as random_weights
 from maxtext.sharding import use_rules
 from maxtext.trainers.adapters import adapted_weights
+from maxtext.trainers.run_context import RunContext
 from maxtext.trainers.step import TrainState
 from maxtext.trainers.trainable import has_adapters
 
-if TYPE_CHECKING:
-    from maxtext.trainers.run_context import RunContext
 
-
-def initial_state(context: "RunContext", checkpoint: Checkpoint | None = None) -> TrainState:
+def initial_state(context: RunContext, checkpoint: Checkpoint | None = None) -> TrainState:
     """`checkpoint`: load_parameters_path, if it is open already."""
     path = context.config.load_parameters_path
     if has_adapters(context.config) or context.computes_weights:
@@ -41,7 +38,7 @@ def initial_state(context: "RunContext", checkpoint: Checkpoint | None = None) -
     return state_from_weights(context, read_weights(context, checkpoint or open_checkpoint(path)))
 
 
-def state_from_weights(context: "RunContext", weights: Tree) -> TrainState:
+def state_from_weights(context: RunContext, weights: Tree) -> TrainState:
     """The state before the first step, in its shards. Donates the weights."""
     with use_rules(context.rules):
         init = jax.jit(
@@ -52,7 +49,7 @@ def state_from_weights(context: "RunContext", weights: Tree) -> TrainState:
         return init(weights)
 
 
-def initial_weights(context: "RunContext", checkpoint: Checkpoint | None = None) -> Tree:
+def initial_weights(context: RunContext, checkpoint: Checkpoint | None = None) -> Tree:
     """The weights before the first step, also of a run that has done some."""
     path = context.config.load_parameters_path
     if has_adapters(context.config):
@@ -68,7 +65,7 @@ def initial_weights(context: "RunContext", checkpoint: Checkpoint | None = None)
     return initial_state(context).weights
 
 
-def factor_weights(context: "RunContext", checkpoint: Checkpoint | None) -> Tree:
+def factor_weights(context: RunContext, checkpoint: Checkpoint | None) -> Tree:
     """The factors that the objective trains instead of its model's weights, which come from a
     checkpoint or are random."""
     config, objective = context.config, context.objective
@@ -88,7 +85,7 @@ def factor_weights(context: "RunContext", checkpoint: Checkpoint | None) -> Tree
 
 
 def with_reference(
-    context: "RunContext", state: TrainState, step: int, checkpoint: Checkpoint | None
+    context: RunContext, state: TrainState, step: int, checkpoint: Checkpoint | None
 ) -> TrainState:
     """The state with the weights of the reference, if the objective has one. `step`: the number of
     steps done. `checkpoint`: load_parameters_path, if it is open already."""
@@ -110,7 +107,7 @@ def with_reference(
     return replace(state, reference=reference)
 
 
-def read_weights(context: "RunContext", checkpoint: Checkpoint) -> Tree:
+def read_weights(context: RunContext, checkpoint: Checkpoint) -> Tree:
     """The weights of a checkpoint, read straight into their shards. Raises ConfigError if they are
     quantized or of another model."""
     check_base(context.config, checkpoint)
@@ -146,7 +143,7 @@ def check_same_model(config: MaxTextConfig, checkpoint: Checkpoint) -> None:
         )
 
 
-def apply_conversion(context: "RunContext", state: TrainState) -> TrainState:
+def apply_conversion(context: RunContext, state: TrainState) -> TrainState:
     """The state with checkpoint_conversion_fn applied to its weights."""
     name = context.config.checkpoint_conversion_fn
     if name is None:

@@ -41,6 +41,7 @@ from maxtext.common.types import Json, Tree
 from maxtext.configs.types import MaxTextConfig
 from maxtext.input_pipeline import BatchIterator, merge_states
 from maxtext.sharding import use_rules
+from maxtext.trainers.build import run_context_from_rules
 from maxtext.trainers.checkpointing.init_state import (
     apply_conversion,
     check_same_model,
@@ -306,7 +307,7 @@ def with_layout_of(context: RunContext, stored: SavedStep) -> RunContext:
     layout = {key: value for key, value in stored.run["layout"].items() if key in LAYOUT_KEYS}
     if layout == layout_of(context.config):
         return context
-    return RunContext.from_rules(context.config.model_copy(update=layout), context.rules)
+    return run_context_from_rules(context.config.model_copy(update=layout), context.rules)
 
 
 def layout_of(config: MaxTextConfig) -> Json:

@@ -3,7 +3,7 @@
 import contextlib
 import os
 import re
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +13,9 @@ from maxtext.common.types import Json, Tree
 from maxtext.optimizers import learning_rate_schedule
 from maxtext.sharding import use_rules
 from maxtext.sharding.explicit import with_explicit_sharding
+from maxtext.trainers.run_context import RunContext
 from maxtext.trainers.shardings import with_shardings
 from maxtext.trainers.step import STOP_FLAG, make_eval_step, make_train_step
-
-if TYPE_CHECKING:
-    from maxtext.trainers.run_context import RunContext
 
 # The keys are platforms. On CPUs, LLVM at optimization level 1 compiles a step in three quarters
 # of the time, and the step runs as fast. XLA_FLAGS override these options.
@@ -39,11 +37,11 @@ class OutOfDeviceMemory(ConfigError):
     """The step needs more memory than its devices have."""
 
 
-def compile_train_step(context: "RunContext", rows: int) -> jax.stages.Compiled:
+def compile_train_step(context: RunContext, rows: int) -> jax.stages.Compiled:
     return compile_lowered(context, lower_train_step(context, rows))
 
 
-def lower_train_step(context: "RunContext", rows: int) -> jax.stages.Lowered:
+def lower_train_step(context: RunContext, rows: int) -> jax.stages.Lowered:
     """The train step for batches of `rows` rows. It donates the state."""
     shardings = context.shardings
     step = make_train_step(
@@ -65,7 +63,7 @@ def lower_train_step(context: "RunContext", rows: int) -> jax.stages.Lowered:
     return lower(context, jitted, *arguments)
 
 
-def compile_eval_step(context: "RunContext", rows: int) -> jax.stages.Compiled:
+def compile_eval_step(context: RunContext, rows: int) -> jax.stages.Compiled:
     shardings = context.shardings
     step = jax.jit(make_eval_step(context.objective), out_shardings=shardings.replicated)
     state = with_shardings(context.abstract_state, shardings.state)
@@ -74,7 +72,7 @@ def compile_eval_step(context: "RunContext", rows: int) -> jax.stages.Compiled:
     return lowered.compile(default_options(context))
 
 
-def lower(context: "RunContext", step: Any, *arguments: Tree) -> jax.stages.Lowered:
+def lower(context: RunContext, step: Any, *arguments: Tree) -> jax.stages.Lowered:
     mesh = context.rules.mesh
     with (
         use_rules(context.program_rules),
@@ -84,11 +82,11 @@ def lower(context: "RunContext", step: Any, *arguments: Tree) -> jax.stages.Lowe
         return step.lower(*arguments)
 
 
-def is_explicit(context: "RunContext") -> bool:
+def is_explicit(context: RunContext) -> bool:
     return context.config.shard_mode.value == "explicit"
 
 
-def compile_lowered(context: "RunContext", lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+def compile_lowered(context: RunContext, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
     """The train step, compiled with compile_xla_flags. Raises OutOfDeviceMemory if the compiler
     reports that it does not fit, and ConfigError if XLA rejects a flag."""
     flags = compiler_options(context.config.compile_xla_flags)
@@ -109,7 +107,7 @@ def compile_lowered(context: "RunContext", lowered: jax.stages.Lowered) -> jax.s
         raise
 
 
-def default_options(context: "RunContext") -> Json:
+def default_options(context: RunContext) -> Json:
     """COMPILER_OPTIONS of the platform, with its ROUNDING_OPTIONS for a policy and its reference or
     a student and its teacher, without those that XLA_FLAGS sets."""
     given = {flag.partition("=")[0] for flag in os.environ.get("XLA_FLAGS", "").split()}
@@ -131,5 +129,5 @@ def compiler_options(flags: str) -> dict[str, str]:
     return options
 
 
-def platform_of(context: "RunContext") -> str:
+def platform_of(context: RunContext) -> str:
     return context.rules.mesh.devices.flat[0].platform

@@ -20,8 +20,8 @@ from maxtext.configs.types import MaxTextConfig
 from maxtext.configs.types.remat import OFFLOADED, SAVED_ON_DEVICE
 from maxtext.sharding import AxisRules, use_rules
 from maxtext.sharding.memory import ActivationSharding, MemoryBytes, single_device_rules
+from maxtext.trainers.build import run_context_from_rules
 from maxtext.trainers.model_losses import layer_inputs
-from maxtext.trainers.run_context import RunContext
 from maxtext.trainers.step import TrainState, uses_dropout
 from maxtext.trainers.trainable import select
 
@@ -123,7 +123,7 @@ class Traced:
 
 def trace(config: MaxTextConfig, device: AxisRules, without_head: bool = False) -> Traced:
     """The loss of one microbatch and its gradient; or the embedding and the layers alone."""
-    context = RunContext.from_rules(config, device)
+    context = run_context_from_rules(config, device)
     objective, key = context.objective, jax.random.key(0) if uses_dropout(config) else None
 
     def loss(weights: Tree, reference: Tree, batch: dict[str, jax.Array]) -> Any:

@@ -25,12 +25,13 @@ from maxtext.sharding import AxisRules
 from maxtext.sharding.collectives import Collective, count_collectives
 from maxtext.sharding.memory import MemoryBytes, abstract_mesh, max_gathered_bytes, shard_bytes
 from maxtext.sharding.topology import Target
+from maxtext.trainers.batch_size import StepBatches
+from maxtext.trainers.build import build_run_context, run_context_from_rules
 from maxtext.trainers.compilation.compile import (
     OutOfDeviceMemory,
     compile_lowered,
     lower_train_step,
 )
-from maxtext.trainers.data_loader import StepBatches
 from maxtext.trainers.memory.activations import SavedActivations, activations_by_policy, policy_of
 from maxtext.trainers.methods import method_of
 from maxtext.trainers.run_context import RunContext
@@ -242,7 +243,7 @@ class Estimate:
 
 def estimate_memory(config: MaxTextConfig, target: Target, compiling: bool = True) -> Estimate:
     if compiling:
-        context = RunContext.from_config(config, target.devices())
+        context = build_run_context(config, target.devices())
     else:
         context = abstract_context(config)
     context.shardings.check()
@@ -275,7 +276,7 @@ def estimate_memory(config: MaxTextConfig, target: Target, compiling: bool = Tru
             context.rules, context.template.weights, context.template.axes, config.dtype.value
         ),
         batch_shards=batch_shards(context.rules),
-        rollout_caches=context.method.rollout_bytes(context),
+        rollout_caches=method_of(config).rollout_bytes(context),
     )
     return with_program(computed, context) if compiling else computed
 
@@ -298,7 +299,7 @@ def batch_shards(rules: AxisRules) -> int:
 def abstract_context(config: MaxTextConfig) -> RunContext:
     """For devices of which only the number is known."""
     mesh: Any = abstract_mesh(config)
-    return RunContext.from_rules(config, AxisRules.from_config(config, mesh))
+    return run_context_from_rules(config, AxisRules.from_config(config, mesh))
 
 
 def compile_plan(estimate: Estimate, plan: Plan) -> Estimate:
@@ -313,7 +314,7 @@ def compile_plan(estimate: Estimate, plan: Plan) -> Estimate:
         program=None,
         refusal="",
     )
-    return with_program(scaled, RunContext.from_config(config, estimate.target.devices()))
+    return with_program(scaled, build_run_context(config, estimate.target.devices()))
 
 
 def confirm_policy(estimate: Estimate) -> Plan | None:

@@ -20,9 +20,11 @@ from maxtext.common.log import LOGGER
 from maxtext.configs.types import MaxTextConfig
 from maxtext.sharding.memory import MemoryBytes, shard_bytes
 from maxtext.sharding.topology import Target, free_memory
+from maxtext.trainers.build import build_run_context
 from maxtext.trainers.compilation.compile import OutOfDeviceMemory, compile_train_step
 from maxtext.trainers.memory.activations import policy_of
 from maxtext.trainers.memory.estimate import batch_shards, with_batch
+from maxtext.trainers.methods import method_of
 from maxtext.trainers.run_context import RunContext
 
 MAX_COMPILATIONS = 4  # to find the largest batch that fits
@@ -52,7 +54,7 @@ def sampling_bytes(context: RunContext) -> MemoryBytes:
     all weights on the device, and the caches of `max_num_seqs` sequences. 0 without rollouts, or if
     they are sampled on other devices.
     """
-    caches = context.method.rollout_bytes(context)
+    caches = method_of(context.config).rollout_bytes(context)
     if not caches or context.rules.mesh.size < jax.device_count():
         return MemoryBytes()
     state = state_bytes(context)
@@ -152,7 +154,7 @@ def compile_and_check(
         raise OutOfDeviceMemory(f"{error}; {advice}") from error
     shortage = free.shortage(step_bytes(step))
     if shortage and not free.shortage(state_bytes(context)):
-        key, rows = context.method.batches.microbatch_key, config.micro_batch_size_to_train_on
+        key, rows = context.batches.microbatch_key, config.micro_batch_size_to_train_on
         batch = f"a step of {rows} rows ({key}={getattr(config, key):g})"
         advice = describe_batch(context, free, step_bytes(step)) if config.check_memory else ""
         refuse_or_warn(config, f"{batch} {shortage}" + (f": {advice}" if advice else ""))
@@ -171,7 +173,7 @@ def refuse_or_warn(config: MaxTextConfig, problem: str) -> None:
 def describe_batch(context: RunContext, free: FreeMemory, needed: MemoryBytes | None) -> str:
     """Names the largest batch that fits, which is compiled to be sure."""
     config = context.config
-    batches = context.method.batches
+    batches = context.batches
     key = batches.microbatch_key
     if config.enable_rampup_batch_size or free.device is None:
         return f"lower {key} or max_target_length"
@@ -194,7 +196,7 @@ def largest_batch(
     does not fit; `needed` is what it needs. Memory is linear in the rows, about, so the next batch
     to compile is interpolated."""
     config, shards = context.config, batch_shards(context.rules)
-    batches = context.method.batches
+    batches = context.batches
     low, high = 0, config.micro_batch_size_to_train_on
     low_bytes = state_bytes(context).device
     high_bytes = needed.device if needed is not None else 0
@@ -217,7 +219,7 @@ def largest_batch(
 
 def next_rows(context: RunContext, shards: int, rows: int) -> int:
     """The next larger microbatch that the configuration can have."""
-    config, batches = context.config, context.method.batches
+    config, batches = context.config, context.batches
     full = config.micro_batch_size_to_train_on
     for larger in range(rows + 1, full):
         if batches.possible_rows(config, larger, shards) == larger:
@@ -228,9 +230,7 @@ def next_rows(context: RunContext, shards: int, rows: int) -> int:
 def compiled_bytes(context: RunContext, rows: int) -> MemoryBytes | None:
     """Bytes of the step of microbatches of `rows` rows; None if the compiler refuses it."""
     config = context.config
-    smaller = RunContext.from_config(
-        with_batch(config, target_of(context), policy_of(config), rows)
-    )
+    smaller = build_run_context(with_batch(config, target_of(context), policy_of(config), rows))
     try:
         return step_bytes(compile_train_step(smaller, smaller.config.global_batch_size_to_train_on))
     except OutOfDeviceMemory:

@@ -9,22 +9,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+from maxtext.checkpoint.open import Checkpoint
 from maxtext.configs.types import MaxTextConfig
+from maxtext.diagnostics.metrics import Recorder
 from maxtext.input_pipeline.row_formats import RowFormat
 from maxtext.layers.parameters import Template
 from maxtext.sharding import AxisRules
-from maxtext.trainers.data_loader import RowBatches, StepBatches
+from maxtext.trainers.batch_size import RowBatches, StepBatches
+from maxtext.trainers.data_loader import AddFields, TrainDataLoader
+from maxtext.trainers.loop import Hook, TrainStep
 from maxtext.trainers.objective import Objective
+from maxtext.trainers.run_context import RunContext
+from maxtext.trainers.step import TrainState
 
 if TYPE_CHECKING:
-    from maxtext.checkpoint.open import Checkpoint
-    from maxtext.diagnostics.metrics import Recorder
-    from maxtext.trainers.data_loader import AddFields, TrainDataLoader
-    from maxtext.trainers.loop import Hook, TrainStep
     from maxtext.trainers.methods.rl.agents.agent import Agent
     from maxtext.trainers.methods.rl.rewards.functions import RewardFunction
-    from maxtext.trainers.run_context import RunContext
-    from maxtext.trainers.step import TrainState
 
 
 @dataclass(frozen=True)
@@ -44,11 +44,11 @@ class StepSetup:
     """The arguments with which a method wraps the train step. `first_step`: the number of steps
     done. `checkpoint`: load_parameters_path, if it is open already."""
 
-    context: "RunContext"
-    train_step: "TrainStep"
-    data_loader: "TrainDataLoader"
+    context: RunContext
+    train_step: TrainStep
+    data_loader: TrainDataLoader
     first_step: int = 0
-    checkpoint: "Checkpoint | None" = None
+    checkpoint: Checkpoint | None = None
     user_code: UserCode = NO_USER_CODE
 
 
@@ -57,27 +57,25 @@ class BuildObjective(Protocol):
         """The objective of a model. Raises ConfigError if the keys do not fit together."""
 
 
-def read_rows(context: "RunContext") -> "TrainDataLoader":
-    from maxtext.trainers.data_loader import TrainDataLoader
-
+def read_rows(context: RunContext) -> TrainDataLoader:
     return TrainDataLoader(context)
 
 
 def add_no_fields(
-    context: "RunContext", state: "TrainState", step: int, checkpoint: "Checkpoint | None"
-) -> "AddFields":
+    context: RunContext, state: TrainState, step: int, checkpoint: Checkpoint | None
+) -> AddFields:
     return lambda batch: batch
 
 
-def plain_step(setup: StepSetup) -> "TrainStep":
+def plain_step(setup: StepSetup) -> TrainStep:
     return setup.train_step
 
 
-def no_hooks(train_step: "TrainStep", recorder: "Recorder") -> "list[Hook]":
+def no_hooks(train_step: TrainStep, recorder: Recorder) -> list[Hook]:
     return []
 
 
-def no_rollouts(context: "RunContext") -> int:
+def no_rollouts(context: RunContext) -> int:
     return 0
 
 
@@ -99,10 +97,10 @@ class Method:
     batches: StepBatches = field(default_factory=RowBatches)
     trains_mtp: bool = False  # whether the loss has a term for MTP layers
     has_eval_loss: bool = True
-    data_loader: "Callable[[RunContext], TrainDataLoader]" = read_rows
-    prepare_batches: "Callable[[RunContext, TrainState, int, Checkpoint | None], AddFields]" = (
+    data_loader: Callable[[RunContext], TrainDataLoader] = read_rows
+    prepare_batches: Callable[[RunContext, TrainState, int, Checkpoint | None], AddFields] = (
         add_no_fields
     )
-    wrap_step: "Callable[[StepSetup], TrainStep]" = plain_step
-    hooks: "Callable[[TrainStep, Recorder], list[Hook]]" = no_hooks
-    rollout_bytes: "Callable[[RunContext], int]" = no_rollouts
+    wrap_step: Callable[[StepSetup], TrainStep] = plain_step
+    hooks: Callable[[TrainStep, Recorder], list[Hook]] = no_hooks
+    rollout_bytes: Callable[[RunContext], int] = no_rollouts

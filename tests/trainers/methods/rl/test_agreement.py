@@ -8,10 +8,10 @@ import pytest
 from maxtext.inference.requests import GenerationRequest
 from maxtext.inference.sampling.params import SamplingParams
 from maxtext.models.transformer import initial_weights
+from maxtext.trainers.build import build_run_context
 from maxtext.trainers.data_loader import to_devices
 from maxtext.trainers.methods.rl.rollout import Sampler
 from maxtext.trainers.methods.rl.rollout_step import rollout_fields
-from maxtext.trainers.run_context import RunContext
 from tests.support.training_configurations import CONFIGURATIONS
 
 FAMILIES = {
@@ -45,7 +45,7 @@ def test_sampler_and_trainer_agree(family, configure):
     settings = [f"{key}={value}" for key, value in keys.items() if key != "architecture"]
     if "architecture" in keys:
         settings.append(f"architecture={keys['architecture']}")
-    context = RunContext.from_config(configure(*RUN, *settings))
+    context = build_run_context(configure(*RUN, *settings))
     weights = jax.tree.map(lambda leaf: 2.0 * leaf, initial_weights(context.config))
     sampler = Sampler(context.config, context.template, context.rules)
     sampler.sync(weights, 2)  # fewer slots than requests

@@ -17,6 +17,7 @@ from maxtext.common.errors import ConfigError, UserError
 from maxtext.configs.sources import HERE, from_python
 from maxtext.inference.sampling.params import SamplingParams
 from maxtext.trainers import tune
+from maxtext.trainers.build import build_run_context
 from maxtext.trainers.configuration import load_run
 from maxtext.trainers.data_loader import open_train_streams
 from maxtext.trainers.methods.rl import rollout
@@ -25,7 +26,6 @@ from maxtext.trainers.methods.rl.rewards.answers import RewardKeys
 from maxtext.trainers.methods.rl.rollout import Rollout
 from maxtext.trainers.methods.rl.rollout_log import Clock, RolloutLog, SpanLog
 from maxtext.trainers.methods.rl.rollout_step import check_agreement, log_rollout
-from maxtext.trainers.run_context import RunContext
 from tests.support.distillation import save_llama
 from tests.support.grpo import BYTES, ROWS, RUN, rollouts_of, share_of_low_bytes
 
@@ -407,7 +407,7 @@ def test_prompts_repeat_until_the_last_batch(base, tmp_path):
     }
     for keys, batches in (({}, 50), ({"num_epoch": 2}, 2 * len(ROWS) // RUN["batch_size"])):
         settings = {"load_parameters_path": str(base), **RUN, **data, "num_batches": 50, **keys}
-        context = RunContext.from_config(load_run(HERE / "grpo.yml", from_python(settings), None))
+        context = build_run_context(load_run(HERE / "grpo.yml", from_python(settings), None))
         streams = open_train_streams(context)
         assert len(list(islice(streams, 50))) == batches
         streams.close()

@@ -15,9 +15,9 @@ from maxtext.inference.requests import GenerationRequest
 from maxtext.inference.sampling.params import SamplingParams
 from maxtext.layers.context import BuildContext
 from maxtext.models.transformer import initial_weights, make_template
+from maxtext.trainers.build import build_run_context
 from maxtext.trainers.methods.rl.rollout import Rollout, Sampler, merged_template, sample_seed
 from maxtext.trainers.methods.rl.weight_sync import check_synced
-from maxtext.trainers.run_context import RunContext
 
 PROMPTS = ([3, 1, 4], [1, 5, 9, 2, 6, 5], [3], [5, 8, 9, 7])
 SEED, STEP = 7, 3
@@ -34,7 +34,7 @@ def requests(**params):
 
 @pytest.fixture(scope="module")
 def context(configure):
-    return RunContext.from_config(configure("base_num_decoder_layers=2", "scan_layers=true"))
+    return build_run_context(configure("base_num_decoder_layers=2", "scan_layers=true"))
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +107,7 @@ def test_prefixes_of_earlier_weights_are_not_reused(configure, weights, rollouts
         "base_num_decoder_layers=2", "scan_layers=true", "enable_prefix_caching=true",
         "pagedattn_tokens_per_page=2",
     )  # fmt: skip
-    context = RunContext.from_config(config)
+    context = build_run_context(config)
     sampler = Sampler(config, context.template, context.rules)
     sampler.sync(jax.tree.map(lambda leaf: 0.5 * leaf, weights), len(PROMPTS))
     sampler.generate(requests())
@@ -154,7 +154,7 @@ def test_paged_caches_of_a_gpu_sample_the_same(context, sampler, weights, rollou
     monkeypatch.undo()
     assert paged.programs.config.pagedattn_num_pages == 4
     paged.sync(weights, len(PROMPTS))
-    assert paged.sampler.cache_config.block_size == 32
+    assert paged.engine.executor.cache_config.block_size == 32
     assert [each.token_ids for each in paged.generate(requests(logprobs=0))] == [
         each.token_ids for each in rollouts
     ]
@@ -172,7 +172,7 @@ def test_paged_caches_of_a_gpu_sample_the_same(context, sampler, weights, rollou
     ],
 )
 def test_merged_projections_of_a_gpu_sample_the_same(configure, monkeypatch, keys):
-    context = RunContext.from_config(configure("base_num_decoder_layers=2", *keys))
+    context = build_run_context(configure("base_num_decoder_layers=2", *keys))
     keys = iter(jax.random.split(jax.random.key(0), 100))
     weights = jax.tree.map(
         lambda leaf: 0.3 * jax.random.normal(next(keys), leaf.shape, leaf.dtype),

@@ -1,14 +1,13 @@
 """Distillation as methods: from a teacher that runs with the student, on policy from completions
 that the student samples (GKD), and from logits that a teacher wrote earlier."""
 
-from typing import TYPE_CHECKING
-
 from maxtext.configs.types import MaxTextConfig
 from maxtext.input_pipeline.row_formats import RowFormat, with_teacher_logits
 from maxtext.input_pipeline.teacher_logits import top_k_of
 from maxtext.layers.parameters import Template
 from maxtext.models.transformer import build_context, make_template
 from maxtext.sharding import AxisRules
+from maxtext.trainers.loop import TrainStep
 from maxtext.trainers.methods.distillation.learn_to_init import LearnToInit
 from maxtext.trainers.methods.distillation.objective import DistillationObjective, GKDObjective
 from maxtext.trainers.methods.distillation.offline import OfflineDistillationObjective
@@ -16,9 +15,6 @@ from maxtext.trainers.methods.distillation.teacher import check_features, teache
 from maxtext.trainers.methods.distillation.weight_maps import WeightMaps
 from maxtext.trainers.methods.language_modeling import sequence_format
 from maxtext.trainers.methods.method import Method, StepSetup
-
-if TYPE_CHECKING:
-    from maxtext.trainers.loop import TrainStep
 
 
 def distillation_objective(
@@ -58,7 +54,7 @@ def offline_format(config: MaxTextConfig) -> RowFormat:
     return with_teacher_logits(sequence_format(config))
 
 
-def sample_first(setup: StepSetup) -> "TrainStep":
+def sample_first(setup: StepSetup) -> TrainStep:
     from maxtext.trainers.methods.distillation.on_policy import OnPolicyStep
 
     return OnPolicyStep(setup)

@@ -22,6 +22,7 @@ from maxtext.input_pipeline.teacher_logits import (
     write_part,
 )
 from maxtext.sharding import AxisRules, make_mesh
+from maxtext.trainers.build import build_run_context
 from maxtext.trainers.checkpointing.init_state import initial_weights
 from maxtext.trainers.compilation.compile import lower
 from maxtext.trainers.data_loader import open_train_streams, shard_batch
@@ -88,7 +89,7 @@ def write_logits(
 def frozen_context(config: MaxTextConfig) -> RunContext:
     """The context of a run that changes no weight: those that layers cast are stored as cast. With
     adapters, the base is stored in weight_dtype."""
-    context = RunContext.from_config(config)
+    context = build_run_context(config)
     if has_adapters(config):
         return context
     assert isinstance(context.objective, ModelObjective)

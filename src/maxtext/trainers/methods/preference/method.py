@@ -1,21 +1,17 @@
 """Preference optimization as a method: pairs of completions, and the losses of dpo_loss_type."""
 
-from typing import TYPE_CHECKING
-
+from maxtext.checkpoint.open import Checkpoint
 from maxtext.configs.derive import run_folder
 from maxtext.configs.types import MaxTextConfig
 from maxtext.input_pipeline.row_formats import PREFERENCE_PAIRS
 from maxtext.layers.parameters import Template
 from maxtext.sharding import AxisRules
 from maxtext.trainers.adapters import base_template
+from maxtext.trainers.data_loader import AddFields
 from maxtext.trainers.methods.method import Method
 from maxtext.trainers.methods.preference.objective import PreferenceObjective
-
-if TYPE_CHECKING:
-    from maxtext.checkpoint.open import Checkpoint
-    from maxtext.trainers.data_loader import AddFields
-    from maxtext.trainers.run_context import RunContext
-    from maxtext.trainers.step import TrainState
+from maxtext.trainers.run_context import RunContext
+from maxtext.trainers.step import TrainState
 
 
 def preference_objective(
@@ -25,8 +21,8 @@ def preference_objective(
 
 
 def add_reference_logps(
-    context: "RunContext", state: "TrainState", step: int, checkpoint: "Checkpoint | None"
-) -> "AddFields":
+    context: RunContext, state: TrainState, step: int, checkpoint: Checkpoint | None
+) -> AddFields:
     """Adds the log-probabilities of the reference, if they are computed before training."""
     from maxtext.trainers.checkpointing.init_state import initial_weights
     from maxtext.trainers.methods.preference.reference_logps import load_or_compute

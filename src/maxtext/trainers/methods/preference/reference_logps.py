@@ -8,7 +8,6 @@ The weights of the reference are not needed afterwards.
 import hashlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
@@ -24,10 +23,8 @@ from maxtext.input_pipeline import Batch, DataStreams
 from maxtext.trainers.compilation.compile import default_options, lower
 from maxtext.trainers.data_loader import open_eval_streams, open_train_streams, shard_batch
 from maxtext.trainers.methods.preference.objective import REFERENCE_LOGPS, PreferenceObjective
+from maxtext.trainers.run_context import RunContext
 from maxtext.trainers.shardings import with_shardings
-
-if TYPE_CHECKING:
-    from maxtext.trainers.run_context import RunContext
 
 KEY_BYTES = 16
 FILE = "reference_logps.npz"
@@ -100,7 +97,7 @@ def pair_keys(batch: Batch) -> list[bytes]:
 
 
 def compute_reference_logps(
-    context: "RunContext", weights: Tree, known: ReferenceLogps | None = None
+    context: RunContext, weights: Tree, known: ReferenceLogps | None = None
 ) -> ReferenceLogps:
     """Run the reference, which has these weights, over the pairs of training and evaluation that
     are not `known`."""
@@ -124,7 +121,7 @@ def compute_reference_logps(
 
 
 def add_batches(
-    context: "RunContext",
+    context: RunContext,
     weights: Tree,
     streams: DataStreams,
     rows: int,
@@ -153,7 +150,7 @@ def limited(streams: DataStreams, steps: int) -> Iterator[Batch]:
 
 
 def compile_reference(
-    context: "RunContext", rows: int
+    context: RunContext, rows: int
 ) -> Callable[[Tree, dict[str, jax.Array]], tuple[jax.Array, jax.Array]]:
     """(weights at step 0, batch) -> (chosen, rejected), [rows] each, on every device."""
     objective, shardings = context.objective, context.shardings
@@ -169,7 +166,7 @@ def compile_reference(
     return lower(context, jitted, abstract, fields).compile(default_options(context))
 
 
-def load_or_compute(context: "RunContext", folder: str, weights: Tree) -> ReferenceLogps:
+def load_or_compute(context: RunContext, folder: str, weights: Tree) -> ReferenceLogps:
     """The reference of a run, whose weights at step 0 are these; stored in its folder."""
     path, identity = Path(folder) / FILE, int(checksum(weights))
     known = ReferenceLogps.load(path, identity) if jax.process_count() == 1 else None

@@ -1,20 +1,16 @@
 """Reinforcement learning as a method: prompts, rollouts, and the loss of GRPO and GSPO."""
 
-from typing import TYPE_CHECKING
-
 from maxtext.configs.types import MaxTextConfig
+from maxtext.diagnostics.metrics import Recorder
 from maxtext.input_pipeline.row_formats import PROMPTS
 from maxtext.layers.parameters import Template
 from maxtext.sharding import AxisRules
 from maxtext.trainers.adapters import base_template
+from maxtext.trainers.data_loader import TrainDataLoader
+from maxtext.trainers.loop import Hook, TrainStep
 from maxtext.trainers.methods.method import Method, StepSetup
 from maxtext.trainers.methods.rl.grpo import GRPOObjective
-
-if TYPE_CHECKING:
-    from maxtext.diagnostics.metrics import Recorder
-    from maxtext.trainers.data_loader import TrainDataLoader
-    from maxtext.trainers.loop import Hook, TrainStep
-    from maxtext.trainers.run_context import RunContext
+from maxtext.trainers.run_context import RunContext
 
 
 class PromptBatches:
@@ -54,19 +50,19 @@ def grpo_objective(config: MaxTextConfig, template: Template, rules: AxisRules) 
 # The functions below import the inference engine, which other methods do not need.
 
 
-def read_prompts(context: "RunContext") -> "TrainDataLoader":
+def read_prompts(context: RunContext) -> TrainDataLoader:
     from maxtext.trainers.methods.rl.prompt_loader import PromptLoader
 
     return PromptLoader(context)
 
 
-def sample_groups(setup: StepSetup) -> "TrainStep":
+def sample_groups(setup: StepSetup) -> TrainStep:
     from maxtext.trainers.methods.rl.rollout_step import GroupRolloutStep
 
     return GroupRolloutStep(setup)
 
 
-def evaluate_responses(train_step: "TrainStep", recorder: "Recorder") -> "list[Hook]":
+def evaluate_responses(train_step: TrainStep, recorder: Recorder) -> list[Hook]:
     from maxtext.trainers.methods.rl.response_evaluation import response_evaluation_hooks
     from maxtext.trainers.methods.rl.rollout_step import GroupRolloutStep
 
@@ -74,7 +70,7 @@ def evaluate_responses(train_step: "TrainStep", recorder: "Recorder") -> "list[H
     return response_evaluation_hooks(train_step, recorder)
 
 
-def engine_bytes(context: "RunContext") -> int:
+def engine_bytes(context: RunContext) -> int:
     from maxtext.trainers.methods.rl.rollout import engine_bytes
 
     total = engine_bytes(context.config, context.objective.model_template, context.rules)

@@ -11,7 +11,6 @@ same bits.
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
@@ -22,14 +21,12 @@ from maxtext.input_pipeline.interface import State
 from maxtext.layers.specs import AttentionSpec, LayerSpec
 from maxtext.models.registry import layers
 from maxtext.trainers.data_loader import DeviceBatch, TrainDataLoader, max_segments, to_devices
-
-if TYPE_CHECKING:
-    from maxtext.trainers.run_context import RunContext
+from maxtext.trainers.run_context import RunContext
 
 NUM_LENGTHS = 8
 
 
-def shared_prefix(context: "RunContext", prompt_lengths: Iterable[int]) -> int:
+def shared_prefix(context: RunContext, prompt_lengths: Iterable[int]) -> int:
     """How many tokens the step computes once for the completions of a prompt, for prompts of these
     lengths."""
     config = context.config
@@ -51,7 +48,7 @@ def common_lengths(prompts: Sequence[tuple[int, ...]], rows: int) -> list[int]:
     return [common_prefix_length(min(group), max(group)) for group in groups]
 
 
-def supports_shared_prompts(context: "RunContext") -> bool:
+def supports_shared_prompts(context: RunContext) -> bool:
     """Whether all layers but attention compute each token by itself, and the rows of a group are on
     one device. Experts with a capacity, and their balance, depend on the tokens of a batch."""
     config = context.config
@@ -116,7 +113,7 @@ class PromptLoader(TrainDataLoader):
     """A step's batch on the host. It is empty in a run that resumes between the updates of one
     batch of rollouts, which the run's folder holds."""
 
-    def __init__(self, context: "RunContext"):
+    def __init__(self, context: RunContext):
         super().__init__(context)
         self.source: Lookahead = Lookahead(self.source)
         self.step = 0  # of the next batch

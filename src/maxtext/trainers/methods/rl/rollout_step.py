@@ -14,7 +14,6 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
@@ -70,11 +69,9 @@ from maxtext.trainers.methods.rl.rollout import (
 )
 from maxtext.trainers.methods.rl.rollout_log import Clock, RolloutLog, SpanLog
 from maxtext.trainers.methods.rl.weight_sync import WeightSync
+from maxtext.trainers.run_context import RunContext
 from maxtext.trainers.shardings import with_shardings
 from maxtext.trainers.step import TrainState
-
-if TYPE_CHECKING:
-    from maxtext.trainers.run_context import RunContext
 
 # The largest difference of a log-probability between the engine and the trainer, by dtype
 TOLERANCE = {"float32": 2e-3}
@@ -279,7 +276,7 @@ def training_failure(error: UserError) -> TrainingFailed:
     return failure
 
 
-def compile_score(context: "RunContext") -> Callable[[Tree, dict[str, jax.Array]], jax.Array]:
+def compile_score(context: RunContext) -> Callable[[Tree, dict[str, jax.Array]], jax.Array]:
     """`GRPOObjective.score` of a batch of rollouts."""
     objective, shardings = context.objective, context.shardings
     assert isinstance(objective, GRPOObjective)
@@ -345,13 +342,10 @@ def log_rollout(rollout: Rollout, keys: RewardKeys) -> None:
     )
 
 
-if TYPE_CHECKING:
-    from maxtext.trainers.run_context import RunContext
-
 ROLLOUT_KEYS = tuple(f"rollout_{axis}_parallelism" for axis in ("data", "tensor", "expert"))
 
 
-def make_sampler(context: "RunContext") -> Sampler:
+def make_sampler(context: RunContext) -> Sampler:
     """On the arrays of the trainer if both have the same devices and no rollout_*_parallelism is
     set; otherwise on copies. Raises ConfigError if the keys do not fit the devices."""
     config, template = context.config, context.objective.model_template
