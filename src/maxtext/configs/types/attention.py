@@ -324,7 +324,7 @@ class PagedAttention(Group):
 
     pagedattn_num_pages: int = key(
         64,
-        "Pages in the KV-cache pool shared by all requests; attention=paged",
+        "Pages (blocks) in the KV-cache pool shared by all requests; attention=paged",
         low=1,
         needs=PAGED_ATTENTION,
     )

@@ -17,7 +17,7 @@ from maxtext.configs.types.key import (
 
 
 class Checkpointing(Group):
-    """Checkpoints to load at the start, and when to save which."""
+    """The checkpoint that a run starts from, and when checkpoints are saved."""
 
     load_parameters_path: str = key(
         "",
@@ -27,8 +27,8 @@ class Checkpointing(Group):
     )
     lora_input_adapters_path: str = key(
         "",
-        "PEFT adapter for text generation, or a folder of adapters, which have the names of "
-        "their folders, or org/name of the Hugging Face Hub; empty: no adapters",
+        "PEFT adapter for text generation: a folder, org/name of the Hugging Face Hub, or a "
+        "folder of adapters, which are named after their folders; empty: no adapters",
         is_path=True,
     )
     load_full_state_path: str = key(
@@ -131,7 +131,7 @@ class Checkpointing(Group):
 
 
 class InterimCheckpoints(Group):
-    """Saves between those of checkpoint_period, by the clock."""
+    """Saves by time, between those of checkpoint_period."""
 
     checkpoint_period_minutes: NonNegativeFloat = key(
         10.0,

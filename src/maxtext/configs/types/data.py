@@ -103,8 +103,8 @@ class DatasetGeneral(Group):
     )
     train_data_columns: list[str] = key(
         ["text"],
-        "Names of the fields in a training record that hold text. With use_sft and use_dpo: "
-        "those of a form of rows, which is recognised by itself if the key is not set",
+        "Names of the fields in a training record that hold text. With use_sft or use_dpo: the "
+        "columns of one form of rows; if not set, the columns of a row determine its form",
     )
     train_image_column: str | list[str] = key(
         "image",
@@ -142,8 +142,8 @@ class DatasetGeneral(Group):
     num_epoch: int = key(1, "Epochs over the training data; steps may end the run earlier", low=1)
     expansion_factor_real_data: float = key(
         -1.0,
-        "Only 1 in this many hosts reads real data and the rest get placeholders; -1 = every "
-        "host reads",
+        "Only one in this many hosts, the first ones, reads data and passes rows on to the "
+        "others; -1 = every host reads",
         low=0,
         special=(-1.0,),
     )
@@ -155,8 +155,7 @@ class DatasetGeneral(Group):
     )
     generate_padding_batch_train: bool = key(
         False,
-        "Pad the last training batch, and use what other data streams still have, instead of "
-        "ending",
+        "Pad the last training batch, and use the rest of other data streams, instead of ending",
     )
     generate_padding_batch_eval: bool = key(
         False,

@@ -214,8 +214,7 @@ class Metrics(Group):
     )
     enable_tunix_perf_metrics: bool = key(
         False,
-        "Record the seconds of each role, sync, rollout, score, reward and update, in a file "
-        "of spans",
+        "Write the time of each phase (sync, rollout, score, reward, update) to spans.jsonl",
         needs="use_grpo",
     )
 

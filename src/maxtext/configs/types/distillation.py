@@ -18,7 +18,7 @@ from maxtext.configs.types.key import (
 
 
 class Distillation(Group):
-    """How a student model learns from a teacher's outputs and weights."""
+    """How a student model is trained on a teacher's outputs and weights."""
 
     student_overrides: Json = key(
         dict,
@@ -62,7 +62,8 @@ class Distillation(Group):
     )
     distill_layer_indices: None | list = key(
         None,
-        "Layers whose attention outputs enter the feature loss; none = all, of equally deep models",
+        "Layers whose attention outputs enter the feature loss; none = all layers, if both models "
+        "have the same number",
         needs=FEATURE_LOSS,
     )
     distill_alpha_end: float | None = key(
@@ -100,8 +101,8 @@ class Distillation(Group):
     )
     learn_to_init_mode: bool = key(
         False,
-        "Train maps from the teacher's attention weights to the student's, instead of these: "
-        "learn to init",
+        "Learn to init: train maps from the teacher's attention weights to the student's, instead "
+        "of the student's weights",
         needs=RUNNING_TEACHER,
     )
     lti_use_general_linear_map: bool = key(
@@ -111,13 +112,14 @@ class Distillation(Group):
     )
     distill_weights_copy_map: Json = key(
         dict,
-        "Pattern of teacher parameters to the path of the student's: weights copied before "
+        "Map from patterns of teacher parameters to paths of the student: weights copied before "
         "training",
         needs=RUNNING_TEACHER,
     )
     distill_student_weights_share_map: Json = key(
         dict,
-        "Pattern of student parameters to another path of the student, which uses the same weights",
+        "Map from patterns of student parameters to other paths of the student, which use the "
+        "same weights",
         needs=RUNNING_TEACHER,
     )
     student_params_to_update: None | list = key(
@@ -139,8 +141,8 @@ class GeneralizedDistillation(Group):
     )
     gkd_lambda: float = key(
         0.5,
-        "Share of the batches whose completions the student samples; the others have those of"
-        " the data",
+        "Share of the batches whose completions the student samples; the other batches keep the "
+        "completions of the data",
         low=0,
         high=1,
         needs="use_gkd",

@@ -34,7 +34,7 @@ class InferenceGeneral(Group):
         status=inert.JETSTREAM,
     )
     autoregressive_decode_assert: str = key(
-        "", "Text that decode must produce, else it fails; a check for tests. Empty = no check"
+        "", "Text that the completion of decode must equal, for tests; empty = no check"
     )
     model_call_mode: str = key(
         "",
@@ -45,9 +45,9 @@ class InferenceGeneral(Group):
     )
     use_chunked_prefill: bool = key(
         False,
-        "Prefill long prompts in chunks of prefill_chunk_size tokens, to bound memory and "
-        "what other requests wait for. Unless set, true for a model that is loaded to "
-        "generate, where the device decides the size",
+        "Prefill long prompts in chunks of prefill_chunk_size tokens, which bounds memory and the "
+        "time that other requests wait. Not set: true when a model is loaded to generate, with "
+        "chunks of a size that depends on the device",
     )
     prefill_chunk_size: int = key(
         256, "Tokens per chunk when use_chunked_prefill=true", low=1, needs="use_chunked_prefill"

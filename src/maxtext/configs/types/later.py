@@ -27,8 +27,8 @@ class RunControl(Group):
     )
     custom_mesh_and_rule_for_eval: CustomRule = key(
         CustomRule.DEFAULT,
-        "Rules of logical axes for evaluation, from configs/layouts, with the mesh of "
-        "training: see custom_mesh_and_rule; empty: those of training",
+        "Layout of configs/layouts whose rules apply in evaluation, on the mesh of training: see "
+        "custom_mesh_and_rule; empty: the rules of training",
         needs=(LOSS_OF_EVALUATION, EVALUATION),
     )
     logical_axis_rules_for_eval: Any = key(

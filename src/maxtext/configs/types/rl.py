@@ -19,22 +19,23 @@ class RLHardware(Group):
 
     trainer_devices_fraction: float = key(
         0.5,
-        "Share of the hosts, 0 to 1, that trains in reinforcement learning: the first ones",
+        "Share of the hosts, 0 to 1, that train in reinforcement learning: the first ones",
         low=0,
         high=1,
         needs="use_grpo",
     )
     sampler_devices_fraction: float = key(
         0.5,
-        "Share of the hosts, 0 to 1, that samples: the last ones; both 1 = all devices do "
-        "both in turn",
+        "Share of the hosts, 0 to 1, that sample: the last ones; both 1 = all devices do both in "
+        "turn",
         low=0,
         high=1,
         needs="use_grpo",
     )
     chips_per_vm: int = key(
         4,
-        "Devices of a host, which trainer and sampler do not share; fewer are shared",
+        "Devices of a host; trainer and sampler divide the devices by whole hosts, and share the "
+        "devices of a single host",
         low=1,
         needs="use_grpo",
     )
@@ -84,7 +85,7 @@ class RLHardware(Group):
 
 
 class VLLM(Group):
-    """Memory, scheduling and weight loading of the vLLM rollout engine."""
+    """Memory and scheduling of the engine that samples rollouts; MaxText's names for vLLM."""
 
     kv_cache_buffer: int = key(
         256,
@@ -135,7 +136,7 @@ class VLLM(Group):
     )
     stop_strings: list[str] | None = key(
         None,
-        "Texts that end a rollout as soon as one is generated; null = only the "
+        "Strings that end a rollout when one of them is generated; null = only the "
         "end-of-sequence token",
         needs="use_grpo",
     )
@@ -225,8 +226,8 @@ class RL(Group):
     )
     off_policy_steps: int = key(
         0,
-        "Updates that rollouts may be behind the policy, which are sampled while it is "
-        "updated; 0 = on policy",
+        "Updates that the weights of a rollout may be behind the policy; rollouts are sampled "
+        "while the policy is updated; 0 = on policy",
         low=0,
         needs="use_agentic_rollout",
     )
@@ -237,7 +238,7 @@ class RL(Group):
     )
     degenerate_group_masking: bool = key(
         True,
-        "Leave groups whose rewards are all equal, so advantage 0, out of the loss",
+        "Leave groups whose rewards are all equal, and whose advantages are 0, out of the loss",
         needs="use_grpo",
     )
     epsilon_high: float | None = key(
@@ -280,7 +281,8 @@ class PolicyOptimization(Group):
     )
     kl_estimator: Literal["k1", "k2", "k3"] = key(
         "k3",
-        "Of the KL to the reference: k1, k2 or k3, with d = log p_ref - log p: e^d - d - 1",
+        "Estimator of the KL to the reference, with d = log p_ref - log p: k1 is -d, k2 is d^2 / "
+        "2, k3 is e^d - d - 1",
         needs=("use_grpo", KL),
     )
     kl_correction: bool = key(
@@ -288,15 +290,15 @@ class PolicyOptimization(Group):
     )
     dual_clip: float | None = key(
         None,
-        "Upper bound of the ratio of completions with a negative advantage; null = none",
+        "Upper bound of the ratio for completions with a negative advantage; null = none",
         needs="use_grpo",
     )
     sampler_correction: Literal[
         "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
     ] = key(
         "none",
-        "Weight the loss by p_trainer / p_sampler, of a token or the sequence; above the cap "
-        "it is truncated to it or the token masked: none, token_truncate, token_mask, "
+        "Weight the loss by p_trainer / p_sampler, of each token or of the sequence, and truncate "
+        "weights above the cap or mask their tokens: none, token_truncate, token_mask, "
         "sequence_truncate, sequence_mask",
         needs="use_grpo",
     )
@@ -315,7 +317,7 @@ class PolicyOptimization(Group):
     )
     mask_truncated: bool = key(
         False,
-        "Leave completions that the limit of their length ended out of the loss",
+        "Leave completions that ended at the length limit, or at max_turns, out of the loss",
         needs="use_grpo",
     )
     reasoning_start_token_in_prompt: bool = key(
@@ -339,8 +341,8 @@ class PolicyOptimization(Group):
     )
     reward_model_path: str = key(
         "",
-        "Folder of a reward model (maxtext reward), whose scores of prompts and completions are "
-        "a reward",
+        "Folder of a reward model (maxtext reward), whose score of a prompt with its completion "
+        "is a reward",
         is_path=True,
         needs="use_grpo",
     )
@@ -368,7 +370,7 @@ class PolicyOptimization(Group):
     data_template_path: str = key(
         "",
         "JSON file with TEMPLATE and SYSTEM_PROMPT, the text around a question in use_grpo; "
-        "empty: that of chat_template_path, if it has them",
+        "empty: chat_template_path, if it is such a file",
         is_path=True,
         needs="use_grpo",
     )

@@ -28,8 +28,8 @@ class RLEvaluation(Group):
     )
     eval_corr_lst: bool = key(
         False,
-        "Write the problems that are answered right to evaluation.jsonl; false = those "
-        "answered wrong",
+        "Write the problems with correct answers to evaluation.jsonl; false = the problems with "
+        "incorrect answers",
         needs="eval_make_lst",
     )
     eval_make_lst: bool = key(
@@ -86,7 +86,7 @@ class Reward(Group):
     )
     math_verify_timeout: int = key(
         300,
-        "Seconds the checker of mathematical equality may take for a batch before it gives up",
+        "Seconds that comparing the mathematical answers of a batch may take",
         low=1,
         needs="use_grpo",
     )

@@ -20,8 +20,8 @@ class RunInfo(Group):
     )
     run_name: str = key(
         "",
-        "Name of the run and its output folder; reuse it to resume; empty: $JOBSET_NAME, else"
-        " the time after the name of the model or of the folder in load_parameters_path",
+        "Name of the run and its output folder; reuse it to resume; empty: $JOBSET_NAME, else the "
+        "name of the model or of the folder in load_parameters_path, and the time",
         is_path=True,
     )
     model_name: Literal[
@@ -168,7 +168,7 @@ class AOT(Group):
 
 
 class MemoryCheck(Group):
-    """The check whether a training run fits into its devices."""
+    """The check whether a training run fits into the memory of its devices."""
 
     check_memory: bool = key(
         True,

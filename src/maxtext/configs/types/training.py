@@ -35,8 +35,7 @@ class TrainingLoop(Group):
     steps: int = key(
         150001,
         "Number of training steps, counted from the start of the run; -1 = "
-        "learning_rate_schedule_steps. Fine-tuning that leaves both open makes as many steps "
-        "as num_epoch epochs of its rows give",
+        "learning_rate_schedule_steps. If fine-tuning sets neither, it runs for num_epoch epochs",
         low=1,
     )
     log_period: int = key(
@@ -73,7 +72,7 @@ class TrainingLoop(Group):
         "skip_step_on_spikes such a step is skipped, and the tenth in a row ends the run; "
         "false = continue training",
     )
-    enable_dropout: bool = key(True, "Switch for dropout in training; dropout_rate sets how much")
+    enable_dropout: bool = key(True, "Whether training uses dropout; dropout_rate is its rate")
     dropout_rate: float = key(
         0.0,
         "Chance that an activation is zeroed in training, 0 to 1; 0 = none; needs enable_dropout",
@@ -256,8 +255,8 @@ class FineTuning(Group):
     )
     formatting_func_kwargs: dict = key(
         dict,
-        "Keyword arguments of the formatting function; the JSON file of template_path is "
-        "handed over, parsed, as template_config",
+        "Keyword arguments of the formatting function; the JSON file at template_path is read, "
+        "and passed as template_config",
         needs="formatting_func_path",
     )
     use_grpo: None | bool = key(
@@ -282,13 +281,14 @@ class Preferences(Group):
     )
     simpo_gamma: float = key(
         0.5,
-        "Target margin between the rewards of chosen and rejected of dpo_loss_type=simpo",
+        "Target margin of dpo_loss_type=simpo between the rewards of the chosen and the rejected "
+        "completion",
         needs=SIMPO,
     )
     max_prompt_length: int | None = key(
         None,
-        "Longest prompt of a preference pair, in tokens, whose end is kept; null: half of "
-        "max_target_length for a pair that does not fit",
+        "Longest prompt of a preference pair, in tokens; longer prompts lose their beginning; "
+        "null: half of max_target_length, for pairs that do not fit",
         low=1,
         needs=PAIRS,
     )
@@ -301,7 +301,7 @@ class Preferences(Group):
 
 
 class RewardModeling(Group):
-    """Reward models: a head of one score, trained on preference pairs."""
+    """Reward models: a head with one output, trained on preference pairs."""
 
     num_labels: NonNegativeInt = key(
         0,
@@ -321,8 +321,8 @@ class Adapters(Group):
 
     enable_lora: bool | None = key(
         None,
-        "false: train no adapters, whatever the lora_* keys say; null: as lora_rank and "
-        "lora_restore_path say",
+        "false: train no adapters, whatever the lora_* keys are; null: train them if lora_rank or "
+        "lora_restore_path is set",
         needs=LORA_IF_ENABLED,
     )
     lora_rank: NonNegativeInt = key(
