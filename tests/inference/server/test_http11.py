@@ -51,6 +51,19 @@ async def application(scope, receive, send):
         await start(200, (b"x-a", b"b\r\nx-c: d"))
     elif path == "/fail":
         raise ValueError
+    elif path == "/slow":
+        await asyncio.sleep(0.5)
+        await start(200, (b"content-length", b"2"))
+        await write(b"ok")
+    elif path in ("/headers", "/length"):
+        length, more = 0, True
+        while more:
+            message = await receive()
+            length, more = length + len(message["body"]), message["more_body"]
+        names = b" ".join(name for name, _ in scope["headers"])
+        text = names + b" ok" if path == "/headers" else b"%d" % length
+        await start(200, (b"content-length", b"%d" % len(text)))
+        await write(text)
     else:
         body, more = b"", True
         while more:
@@ -175,6 +188,11 @@ class Transport(asyncio.Transport):
     def can_write_eof(self):
         return False
 
+    def pause_reading(self):
+        """More of the data is not there anyway."""
+
+    resume_reading = pause_reading
+
 
 async def run_protocol(*parts):
     """(protocol, transport) after the responses to parts of a connection's bytes."""
@@ -205,6 +223,118 @@ def test_body_does_not_count_as_the_next_head():
         assert transport.written.count(b"HTTP/1.1 431 ") == 1
 
     asyncio.run(run())
+
+
+def test_pipelined_requests_are_parsed_a_few_at_a_time():
+    """A read of 256 KiB may have 10,000 requests: to parse them at once stalls all clients."""
+    count = 9000
+    connection, application_calls = pipeline(GET % b"/" * count)
+    assert application_calls == count
+    assert connection.most_waiting < 300
+
+
+def pipeline(data):
+    """The connection that got all the data at once, and the number of requests it passed on."""
+
+    class Connection(HttpProtocol):
+        most_waiting = 0
+
+        def on_headers_complete(self):
+            super().on_headers_complete()
+            self.most_waiting = max(self.most_waiting, len(self.exchanges))
+
+    calls = 0
+
+    async def ok(scope, receive, send):
+        nonlocal calls
+        calls += 1
+        await send({"type": "http.response.start", "status": 204, "headers": []})
+        await send({"type": "http.response.body"})
+
+    async def run():
+        connection = Connection(ServerState(ok))
+        connection.connection_made(Transport())
+        connection.data_received(data)
+        while connection.exchanges or connection.unparsed:
+            await asyncio.sleep(0)
+        connection.connection_lost(None)
+        return connection
+
+    return asyncio.run(run()), calls
+
+
+CHUNKED = b"POST /headers HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nok\r\n0\r\n"
+
+
+def test_trailers_are_no_headers(address):
+    """RFC 9110, section 6.5.1: they would be headers that no proxy has checked."""
+    received = exchange(address, CHUNKED + b"Authorization: Bearer x\r\n\r\n" + CLOSE)
+    assert b"host transfer-encoding ok" in received
+    assert received.count(b"HTTP/1.1 200") == 2
+
+
+@pytest.mark.parametrize("unit", [b"a: b\r\n", b"aaaaaa"])
+def test_trailers_are_limited(address, unit):
+    received = exchange(address, CHUNKED + b"X: ", unit * 20_000)
+    assert received.startswith(b"HTTP/1.1 431 ")
+
+
+def test_chunk_extensions_are_limited(address):
+    head = CHUNKED.removesuffix(b"2\r\nok\r\n0\r\n")
+    received = exchange(address, head + b"2;" + b"a" * 100_000)
+    assert received.startswith(b"HTTP/1.1 431 ")
+
+
+def test_no_chunks_for_http_1_0(address):
+    """RFC 9112, section 6.1, and RFC 9110, section 10.1.1."""
+    received = exchange(address, b"GET /chunks HTTP/1.0\r\n\r\n")
+    head, _, body = received.partition(b"\r\n\r\n")
+    assert b"transfer-encoding" not in head
+    assert body == b"onetwo"
+    request = b"POST /echo HTTP/1.0\r\nExpect: 100-continue\r\nContent-Length: 2\r\n\r\n"
+    received = exchange(address, request, b"ok", pause=0.2)
+    assert received.startswith(b"HTTP/1.1 200 ")
+
+
+@pytest.mark.parametrize("num_valid", [1, 3])
+@pytest.mark.parametrize("end", [b"NONSENSE\r\n\r\n", b"POST / HTTP/1.1\r\n\r\n"])
+def test_error_comes_after_the_responses_to_earlier_requests(address, num_valid, end):
+    received = exchange(address, GET % b"/slow" * num_valid + end + b"x")
+    assert received.count(b"HTTP/1.1 200 ") == num_valid
+    assert received.count(b"HTTP/1.1 400 ") == 1
+    assert received.rindex(b"HTTP/1.1 200 ") < received.rindex(b"HTTP/1.1 400 ")
+
+
+def test_malformed_body_behind_another_request(address):
+    bad = b"POST /echo HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n"
+    received = exchange(address, GET % b"/slow", bad, pause=0.1)
+    assert received.count(b"HTTP/1.1 200 ") == received.count(b"HTTP/1.1 400 ") == 1
+
+
+def test_next_request_does_not_end_a_response(monkeypatch, address):
+    """A client that sends its next request, with a long body, waits for the server."""
+    for name in ("HEAD_SECONDS", "BODY_SECONDS"):
+        monkeypatch.setattr(http11, name, 0.2)
+    body = b"x" * 200_000
+    post = b"POST /length HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: %d\r\n\r\n"
+    received = exchange(address, GET % b"/slow" + post % len(body) + body)
+    assert received.count(b"HTTP/1.1 200 ") == 2
+    assert received.endswith(b"200000")
+    received = exchange(address, GET % b"/slow" + b"GET / HT")
+    assert received.count(b"HTTP/1.1 200 ") == received.count(b"HTTP/1.1 408 ") == 1
+
+
+@pytest.mark.parametrize(
+    ("line", "status"),
+    [
+        (b"GET http://x HTTP/1.1", 200),
+        (b"GET http://x?a HTTP/1.1", 200),
+        (b"GET / HTTP/2.0", 505),
+    ],
+)
+def test_request_lines(address, line, status):
+    received = exchange(address, line + b"\r\nHost: x\r\nConnection: close\r\n\r\n")
+    assert received.startswith(b"HTTP/1.1 %d " % status)
 
 
 def test_uses_public_interfaces_only():

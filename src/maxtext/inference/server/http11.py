@@ -18,20 +18,25 @@ import httptools
 from maxtext.common.log import LOGGER
 from maxtext.inference.server.errors import SERVER_ERROR, ApiError
 from maxtext.inference.server.events import Receive, Send, encode_json
+from maxtext.inference.server.http_head import (
+    MAX_HEAD_BYTES,
+    check_head,
+    head_too_large,
+    invalid_request,
+    socket_address,
+)
 
 HEAD_SECONDS = 30.0  # from the connection, or the first byte of a request, to the end of its head
 BODY_SECONDS = 35.0  # from there to the end of the body; the application gives up earlier
 STALL_SECONDS = 30.0  # in which a client reads nothing of a response that waits for it
 IDLE_SECONDS = 5.0  # from a response to the first byte of the next request
-MAX_HEAD_BYTES = 64 * 1024
 MAX_BUFFERED_BYTES = 64 * 1024  # of bodies that wait for the application while more is read
-# The host of such a target counts, not the header Host, which the application checks.
-ABSOLUTE_TARGET = re.compile(rb"[a-zA-Z][\w+.-]*://(?P<host>[^/?#]*)")
 # For the rest of a body after a response that closes the connection: a connection that is closed
 # while data arrives is reset, and the client may lose the response.
 LINGER_SECONDS = 5.0
 MAX_LINGER_BYTES = 64 * 2**20
-MAX_PIPELINED = 16  # requests of a connection that wait for earlier responses while more is read
+MAX_PIPELINED = 16  # requests of a connection that wait for earlier responses while more is parsed
+MAX_PARSED_BYTES = 4096  # at a time: some 150 of the shortest requests
 STATUS_LINE = {
     status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode()
     for status in http.HTTPStatus
@@ -78,16 +83,19 @@ class HttpProtocol(asyncio.Protocol):
         self.is_reading_paused = False
         self.scope: dict[str, Any] = {}  # the same for each request
         self.exchanges: deque[Exchange] = deque()  # without complete responses; the first one runs
-        self.num_discarded: int | None = None  # bytes after the last response; None: before it
+        # Bytes after the last request that is read; None: before its end.
+        self.num_discarded: int | None = None
+        self.last_error: ApiError | None = None  # to send after the responses of `exchanges`
         # The request that is parsed.
+        self.unparsed = bytearray()
         self.start_parser()
         self.in_head = False
-        self.num_head_bytes = 0
+        self.num_head_bytes = 0  # of a head, and between parts of a body
         self.num_received = 0  # bytes that the parser has last been given
         self.url = b""
         self.headers: list[tuple[bytes, bytes]] = []
         self.incoming: Exchange | None = None  # whose body is not complete
-        self.refusal = ApiError(400, "this is no valid HTTP request")
+        self.refusal = invalid_request()
 
     def connection_made(self, transport: Any) -> None:
         self.transport = transport
@@ -141,15 +149,23 @@ class HttpProtocol(asyncio.Protocol):
             if self.num_discarded > MAX_LINGER_BYTES:
                 self.transport.abort()
             return
-        self.num_received = len(data)
-        try:
-            self.parse(data)
-        except httptools.HttpParserError:
-            self.refuse(self.refusal)
-            return
-        self.num_head_bytes += len(data)
-        if self.in_head and self.num_head_bytes > MAX_HEAD_BYTES:
-            self.refuse(self.head_too_large())
+        self.unparsed += data
+        self.parse_unparsed()
+
+    def parse_unparsed(self) -> None:
+        """Parse what was received, until enough requests or bytes wait for the application."""
+        while self.unparsed and not self.is_full() and not self.transport.is_closing():
+            data = bytes(self.unparsed[:MAX_PARSED_BYTES])
+            del self.unparsed[:MAX_PARSED_BYTES]
+            self.num_received = len(data)
+            try:
+                self.parse(data)
+            except httptools.HttpParserError:
+                self.refuse(self.refusal)
+                return
+            self.num_head_bytes += len(data)
+            if self.num_head_bytes > MAX_HEAD_BYTES:
+                self.refuse(head_too_large())
 
     def parse(self, data: bytes) -> None:
         """The parser stops at a head with Upgrade, without its body. Java's client so offers
@@ -180,25 +196,27 @@ class HttpProtocol(asyncio.Protocol):
         self.url += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self.headers.append((name.lower(), value))
+        if self.in_head:  # a trailer does not belong to the head, and is ignored
+            self.headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
         method = self.parser.get_method()
         if self.parser.should_upgrade() and method != b"CONNECT":
             return  # the head comes again, see `parse`
-        if (refusal := self.check_head()) is not None:
+        version = self.parser.get_http_version()
+        if (refusal := check_head(method, self.url, version, self.headers)) is not None:
             self.refusal = refusal
             raise ValueError("the head is refused")  # the parser stops, see data_received
         self.in_head = False
         self.start_request_timer(BODY_SECONDS, self.end_slow_request)
-        version = self.parser.get_http_version()
         target = httptools.parse_url(self.url)
+        path = target.path or b"/"
         scope = {
             **self.scope,
             "http_version": version,
             "method": method.decode("ascii"),
-            "path": urllib.parse.unquote(target.path.decode("ascii")),
-            "raw_path": target.path,
+            "path": urllib.parse.unquote(path.decode("ascii")),
+            "raw_path": path,
             "query_string": target.query or b"",
             "headers": self.headers,
             "state": {},
@@ -211,6 +229,7 @@ class HttpProtocol(asyncio.Protocol):
         self.update_reading()
 
     def on_body(self, body: bytes) -> None:
+        self.num_head_bytes = -self.num_received
         if self.incoming is not None and not self.incoming.is_complete:
             self.incoming.body += body
             self.incoming.changed.set()
@@ -232,64 +251,58 @@ class HttpProtocol(asyncio.Protocol):
         if not self.exchanges and not self.in_head and self.incoming is None:
             self.start_request_timer(IDLE_SECONDS, self.transport.close)
 
+    def is_full(self) -> bool:
+        """Whether much waits for the application."""
+        num_bytes = sum(len(exchange.body) for exchange in self.exchanges)
+        is_full = len(self.exchanges) > MAX_PIPELINED + 1 or num_bytes > MAX_BUFFERED_BYTES
+        return is_full and self.num_discarded is None
+
     def update_reading(self) -> None:
         """Read no more while much waits for the application. An end of the connection is not
         noticed meanwhile.
         """
-        num_bytes = sum(len(exchange.body) for exchange in self.exchanges)
-        is_full = len(self.exchanges) > MAX_PIPELINED + 1 or num_bytes > MAX_BUFFERED_BYTES
-        is_full = is_full and self.num_discarded is None
-        if is_full != self.is_reading_paused and not self.transport.is_closing():
-            self.is_reading_paused = is_full
-            if is_full:
-                self.transport.pause_reading()
-            else:
-                self.transport.resume_reading()
+        is_full = self.is_full()
+        if is_full == self.is_reading_paused or self.transport.is_closing():
+            return
+        self.is_reading_paused = is_full
+        if is_full:
+            self.transport.pause_reading()
+            return
+        self.parse_unparsed()
+        if not self.is_full() and not self.transport.is_closing():
+            self.transport.resume_reading()
 
     def end_slow_request(self) -> None:
-        if self.in_head:
+        if self.is_reading_paused:  # the client waits for earlier responses
+            self.start_request_timer(BODY_SECONDS, self.end_slow_request)
+        elif self.in_head:
             self.refuse(ApiError(408, f"the head did not come in {HEAD_SECONDS:.0f} seconds"))
+        elif len(self.exchanges) > 1:
+            self.refuse(ApiError(408, f"the body did not come in {BODY_SECONDS:.0f} seconds"))
         else:
             self.transport.abort()
 
-    def check_head(self) -> ApiError | None:
-        """The error of a head that the parser accepts and RFC 9112 does not, or that is too
-        large.
-        """
-        # A header also has a colon, a space and the end of its line.
-        size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
-        if size > MAX_HEAD_BYTES:
-            return self.head_too_large()
-        if self.parser.get_method() == b"CONNECT":
-            return self.refusal  # the parser reads no body, see `parse`
-        values: dict[bytes, list[bytes]] = {b"host": [], b"transfer-encoding": []}
-        for name, value in self.headers:
-            if name in values:
-                values[name].append(value.strip().lower())
-        num_hosts = len(values[b"host"])
-        if num_hosts > 1 or (not num_hosts and self.parser.get_http_version() != "1.0"):
-            return ApiError(400, f"the request has {num_hosts} headers Host: send one")
-        target = ABSOLUTE_TARGET.match(self.url)
-        if target is not None and values[b"host"] != [target["host"].lower()]:
-            return ApiError(400, "the target of the request and its header Host are two servers")
-        if values[b"transfer-encoding"] not in ([], [b"chunked"]):
-            return ApiError(400, "the body has a transfer coding: send plain JSON, or chunks of it")
-        return None
-
-    @staticmethod
-    def head_too_large() -> ApiError:
-        return ApiError(431, f"the head of the request is larger than {MAX_HEAD_BYTES} bytes")
-
     def refuse(self, error: ApiError) -> None:
-        """Send an error and close the connection; only close it within another response. A request
-        whose body is malformed, for which the application waits, has no response yet.
+        """Send an error instead of a response to the request that is parsed, after the responses
+        to earlier requests, and close the connection; only close it if this response has begun.
         """
         if self.transport.is_closing():
             return
-        if self.exchanges and (self.exchanges[0].is_started or len(self.exchanges) > 1):
-            self.transport.abort()
-        else:
+        if self.incoming is not None and self.exchanges and self.exchanges[0] is self.incoming:
+            if self.incoming.is_started:
+                self.transport.abort()
+            else:
+                self.send_error(error)
+            return
+        if self.exchanges and self.exchanges[-1] is self.incoming:
+            self.exchanges.pop()
+        if not self.exchanges:
             self.send_error(error)
+            return
+        self.last_error = error
+        self.discard()
+        if self.request_timer is not None:
+            self.request_timer.cancel()
 
     # Responses.
 
@@ -303,19 +316,23 @@ class HttpProtocol(asyncio.Protocol):
         """The response of the first exchange is complete."""
         exchange = self.exchanges.popleft()
         if not exchange.keep_alive:
-            if exchange.more_body:
+            if exchange.more_body or self.exchanges or self.unparsed:
                 self.linger()
             else:
                 self.transport.close()
+        elif self.last_error is not None and not self.exchanges:
+            self.send_error(self.last_error)
         elif not self.transport.is_closing():
-            self.update_reading()
             if self.exchanges:
                 self.start_response()
             else:
                 self.start_idle_timer()
+            self.update_reading()
 
     def send_error(self, error: ApiError) -> None:
         """Instead of a response, and close the connection."""
+        if self.transport.is_closing():
+            return
         body = encode_json(error.body())
         headers = b"content-type: application/json\r\nconnection: close\r\ncontent-length: "
         head = STATUS_LINE[error.status] + headers + str(len(body)).encode() + b"\r\n\r\n"
@@ -327,13 +344,19 @@ class HttpProtocol(asyncio.Protocol):
         """Close the connection when the client has closed its side, and no later than
         LINGER_SECONDS; discard what it sends until then.
         """
-        if self.transport.is_closing() or self.num_discarded is not None:
+        if self.transport.is_closing():
             return
-        self.num_discarded = 0
-        self.update_reading()
+        self.discard()
         if self.transport.can_write_eof():
             self.transport.write_eof()
         self.start_request_timer(LINGER_SECONDS, self.transport.close)
+
+    def discard(self) -> None:
+        """Discard what the client sends from now on."""
+        self.unparsed.clear()
+        if self.num_discarded is None:
+            self.num_discarded = 0
+            self.update_reading()
 
     def pause_writing(self) -> None:
         self.writable.clear()
@@ -363,7 +386,7 @@ class Exchange:
         self.connection = connection
         self.scope = scope
         self.keep_alive = keep_alive  # the connection, after the response
-        self.waits_to_continue = any(
+        self.waits_to_continue = scope["http_version"] != "1.0" and any(
             name == b"expect" and value.lower() == b"100-continue"
             for name, value in scope["headers"]
         )
@@ -375,7 +398,7 @@ class Exchange:
         self.is_started = False
         self.is_complete = False
         self.is_chunked = False
-        self.num_left = 0  # bytes of a body with Content-Length
+        self.num_left: int | None = None  # bytes of a body with Content-Length
 
     async def run(self, app: AsgiApp) -> None:
         try:
@@ -387,7 +410,7 @@ class Exchange:
                 if self.is_started:  # the client notices that the response is cut
                     self.connection.transport.close()
                 else:
-                    self.connection.refuse(ApiError(500, "an internal error", SERVER_ERROR))
+                    self.connection.send_error(ApiError(500, "an internal error", SERVER_ERROR))
 
     async def receive(self) -> dict[str, Any]:
         if self.waits_to_continue and not self.connection.transport.is_closing():
@@ -399,8 +422,9 @@ class Exchange:
         if self.is_disconnected or self.is_complete:
             return {"type": "http.disconnect"}
         body, self.body = bytes(self.body), bytearray()
-        self.connection.update_reading()
-        return {"type": "http.request", "body": body, "more_body": self.more_body}
+        message = {"type": "http.request", "body": body, "more_body": self.more_body}
+        self.connection.update_reading()  # it may parse the rest of the body
+        return message
 
     async def send(self, message: Any) -> None:
         """Raises RuntimeError for a message that ASGI does not allow here, and for a header that
@@ -438,7 +462,9 @@ class Exchange:
             parts.append(b"connection: close\r\n")
         if self.scope["method"] == "HEAD":
             self.num_left = 0
-        elif not has_length and status not in (204, 304):
+        elif status in (204, 304):
+            self.num_left = self.num_left or 0
+        elif not has_length and self.scope["http_version"] != "1.0":  # its bodies end by closing
             self.is_chunked = True
             parts.append(b"transfer-encoding: chunked\r\n")
         parts.append(b"\r\n")
@@ -450,6 +476,8 @@ class Exchange:
         if self.is_chunked:
             chunk = b"%x\r\n%b\r\n" % (len(body), body) if body else b""
             self.connection.transport.write(chunk if more_body else chunk + b"0\r\n\r\n")
+        elif self.num_left is None:
+            self.connection.transport.write(body)
         elif self.scope["method"] != "HEAD":
             if len(body) > self.num_left:
                 raise RuntimeError("the body of the response is longer than its Content-Length")
@@ -461,10 +489,3 @@ class Exchange:
             self.is_complete = True
             self.changed.set()
             self.connection.end_response()
-
-
-def socket_address(name: Any) -> tuple[str, int | None] | None:
-    """For the scope: (host, port), or (path, None) of a unix socket that has one."""
-    if isinstance(name, tuple):
-        return str(name[0]), int(name[1])
-    return (name, None) if name and isinstance(name, str) else None
