@@ -231,3 +231,23 @@ def test_out_of_memory_is_reported(monkeypatch, capsys, message, said):
     assert text.count("\n") == 1
     with pytest.raises(jax.errors.JaxRuntimeError):
         main(["config", "--debug"])
+
+
+@pytest.mark.parametrize("closed", ["2>&-", "<&- 2>&-", "<&- >&- 2>&-"])
+def test_closed_standard_streams_are_opened_on_the_null_device(closed, tmp_path):
+    """Else the log cannot be configured, and the next connection would become standard error."""
+    script = (
+        "import os, sys; from maxtext.cli import entry; entry.open_closed_streams();"
+        "print('lost', file=sys.stderr, flush=True);"
+        f"file = open({str(tmp_path / 'file')!r}, 'w');"
+        "file.write(f'{file.fileno()} {sys.stdin.read()}{sys.stdout.write(str())}')"
+    )
+    command = ["bash", "-c", f'exec "$@" {closed}', "-", sys.executable, "-c", script]
+    result = subprocess.run(command, input="", stdout=subprocess.PIPE, text=True, check=True)
+    assert result.stdout == ""
+    descriptor, written = (tmp_path / "file").read_text().split()
+    assert int(descriptor) > 2
+    assert written == "0"
+    command[-1] = "import sys; from maxtext.cli.entry import entry; entry('nonsense')"
+    result = subprocess.run(command, input="", stdout=subprocess.PIPE, text=True, check=False)
+    assert (result.returncode, result.stdout) == (2, "")

@@ -25,6 +25,7 @@ def entry(*command: str) -> None:
     import os
     import sys
 
+    open_closed_streams()
     from maxtext.cli.main import has_peers, main
 
     code = main([*command, *sys.argv[1:]])
@@ -35,6 +36,25 @@ def entry(*command: str) -> None:
         if not has_peers():
             os._exit(code)
     sys.exit(code)
+
+
+def open_closed_streams() -> None:
+    """Open the standard streams that the process was started without (`2>&-`) on the null device:
+    otherwise its next files and connections would get their numbers, and C libraries would write
+    their messages into them.
+    """
+    import os
+    import sys
+
+    for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            opened = os.open(os.devnull, os.O_RDONLY if name == "stdin" else os.O_WRONLY)
+            if opened != descriptor:
+                os.dup2(opened, descriptor)
+                os.close(opened)
+            mode = "r" if name == "stdin" else "w"
+            stream = os.fdopen(descriptor, mode, encoding="utf-8", errors="backslashreplace")
+            setattr(sys, name, stream)
 
 
 TYPE_CHECKING = False  # importing typing itself would be slow
