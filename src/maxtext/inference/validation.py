@@ -6,6 +6,7 @@ its `param`.
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from numbers import Integral, Real
 from typing import Any
@@ -14,6 +15,7 @@ from maxtext.common.errors import UserError
 
 MAX_SHOWN = 60  # characters of a value in a message
 MAX_BIASES = 100_000  # tokens of logit_bias
+TOKEN_ID = re.compile("0|[1-9][0-9]{0,99}")  # Python converts at most 4300 digits
 
 
 class RequestError(UserError):
@@ -110,7 +112,8 @@ def check_logit_bias(name: str, value: object, limit: float) -> dict[int, float]
         )
     biases = {}
     for token, bias in value.items():
-        is_text = isinstance(token, str) and token.isascii() and token.isdigit()
+        # Other spellings, such as "07", could give a token two biases.
+        is_text = isinstance(token, str) and TOKEN_ID.fullmatch(token)
         if not is_text and not is_id(token):
             raise RequestError(f"{name} has the key {shorten(token)}, which is no token id", name)
         if not is_number_up_to(bias, limit):

@@ -360,6 +360,8 @@ def test_from_config(settings, expected):
         (dict(repetition_penalty=0), "repetition_penalty=0 must be a number from 1e-06 to 1e"),
         (dict(logit_bias={"x": 1}), "logit_bias has the key"),
         (dict(logit_bias={-1: 1}), "logit_bias has the key -1"),
+        (dict(logit_bias={"9" * 5000: 1}), "logit_bias has the key"),
+        (dict(logit_bias={"07": 1, "7": 2}), 'logit_bias has the key "07"'),
         (dict(logit_bias={5: 101}), "logit_bias of token 5 must be a number from -100 to 100"),
         (dict(logit_bias={5: float("nan")}), "logit_bias of token 5"),
         (dict(logit_bias=[5]), "logit_bias must be an object"),
