@@ -31,6 +31,7 @@ from maxtext.trainers.data_loader import (
     open_eval_streams,
     open_train_streams,
 )
+from maxtext.trainers.fit_batch import fit_batch
 from maxtext.trainers.memory.usage import FreeMemory, check_state, compile_and_check
 from maxtext.trainers.methods import method_of
 from maxtext.trainers.run_context import RunContext
@@ -124,6 +125,8 @@ class RunSetup:
         context = build_run_context(config)
         context.shardings.check()
         check_state(context, free_memory := FreeMemory.measure())
+        if (fitted := fit_batch(context)) is not None:
+            context = build_run_context(fitted)
         if has_open_end(context):
             context = with_steps_of_epochs(context)
         data_loader = method_of(config).data_loader(context)
