@@ -355,7 +355,7 @@ def test_sigterm_while_a_program_is_compiled(tmp_path):
             ]
             assert process.stdout.readline() == "compiling\n"
             metrics = address.replace("/v1", "/metrics")
-            while not re.search("num_requests_waiting.* 3.0", httpx.get(metrics).text):
+            while not re.search("num_requests_waiting.* 3.0", httpx.get(metrics, timeout=60).text):
                 assert not any(call.done() for call in calls)
             process.send_signal(signal.SIGTERM)
             for call in calls:

@@ -62,7 +62,7 @@ def check_error(response, status):
 def test_model_that_is_loading(address):
     host, port = address
     for path in ("/health", "/v1/models"):
-        response = httpx.get(f"http://{host}:{port}{path}")
+        response = httpx.get(f"http://{host}:{port}{path}", timeout=60)
         assert (response.status_code, response.json()["error"]["code"]) == (503, "loading")
         assert response.headers["retry-after"]
 
@@ -88,11 +88,14 @@ def test_tls(certificate):
         with serve(LoadingApp(), tls) as (host, port):
             if authorities is not None:  # clients need a certificate, too
                 with pytest.raises(httpx.TransportError):
-                    httpx.get(f"https://{host}:{port}/health", verify=context)
+                    httpx.get(f"https://{host}:{port}/health", verify=context, timeout=60)
                 context.load_cert_chain(*certificate)
-            assert httpx.get(f"https://{host}:{port}/health", verify=context).status_code == 503
+            assert (
+                httpx.get(f"https://{host}:{port}/health", verify=context, timeout=60).status_code
+                == 503
+            )
             with pytest.raises(httpx.TransportError):
-                httpx.get(f"http://{host}:{port}/health")
+                httpx.get(f"http://{host}:{port}/health", timeout=60)
 
 
 def test_wrong_tls_files(certificate):
@@ -117,8 +120,8 @@ def test_metrics_can_be_protected():
     for is_protected, status in ((False, 204), (True, 401)):
         app = KeyMiddleware(application, ["key"], is_protected)
         with serve(app) as (host, port):
-            assert httpx.get(f"http://{host}:{port}/metrics").status_code == status
-            assert httpx.get(f"http://{host}:{port}/health").status_code == 204
+            assert httpx.get(f"http://{host}:{port}/metrics", timeout=60).status_code == status
+            assert httpx.get(f"http://{host}:{port}/health", timeout=60).status_code == 204
 
 
 def test_head_that_does_not_end(address):

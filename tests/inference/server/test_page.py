@@ -24,7 +24,7 @@ ENDLESS = Reply("word ", part=5, seconds=0.02, is_endless=True)
 
 
 def test_page_is_one_document_with_a_policy(server):
-    responses = [httpx.get(server[1] + "/") for _ in range(2)]
+    responses = [httpx.get(server[1] + "/", timeout=60) for _ in range(2)]
     nonces = set()
     for response in responses:
         assert response.status_code == 200
@@ -46,11 +46,11 @@ def test_page_is_one_document_with_a_policy(server):
 
 
 def test_page_tells_what_the_server_needs_but_no_key(server, llm):
-    assert "&quot;needs_key&quot;: true" in httpx.get(server[1] + "/").text
-    assert KEY not in httpx.get(server[1] + "/").text
+    assert "&quot;needs_key&quot;: true" in httpx.get(server[1] + "/", timeout=60).text
+    assert KEY not in httpx.get(server[1] + "/", timeout=60).text
     with run_server(llm, has_page=False) as (_, url):
-        assert httpx.get(url + "/").status_code == 404
-        assert httpx.get(url + "/v1/models").status_code == 200
+        assert httpx.get(url + "/", timeout=60).status_code == 404
+        assert httpx.get(url + "/v1/models", timeout=60).status_code == 200
 
 
 # In Chromium.

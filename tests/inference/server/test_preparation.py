@@ -38,7 +38,8 @@ def test_long_fields_of_a_short_prompt_are_checked_in_a_thread(
         monkeypatch.setattr(model.engine, "prepare", record)
         for more in ({}, fields):
             body = {"prompt": "w5", "max_tokens": 1, **more}
-            assert httpx.post(f"{url}/v1/completions", json=body).status_code == 200
+            response = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
+            assert response.status_code == 200
     in_loop, in_pool = threads
     assert "prepare" not in in_loop
     assert "prepare" in in_pool
@@ -57,7 +58,11 @@ def test_many_logprobs_are_written_in_a_thread(llm, few_programs, monkeypatch):
     options = {"max_tokens": 2, "prompt_logprobs": 1, "seed": 3, "ignore_eos": True}
     with run_server(llm) as (_, url):
         short, long = (
-            httpx.post(f"{url}/v1/completions", json={"prompt": "w5 w6 w7", "n": n, **options})
+            httpx.post(
+                f"{url}/v1/completions",
+                json={"prompt": "w5 w6 w7", "n": n, **options},
+                timeout=60,  # compiles
+            )
             for n in (1, 3)
         )
     assert short.json()["choices"] == long.json()["choices"][:1]

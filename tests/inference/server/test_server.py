@@ -413,7 +413,7 @@ def test_every_route_needs_a_key(server):
 
 
 def test_keys(server):
-    with httpx.Client(base_url=server[1]) as bare:
+    with httpx.Client(base_url=server[1], timeout=60) as bare:
         body = {"prompt": "w5", "max_tokens": 1}
         for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": KEY}):
             for path in ("/v1/completions", "/tokenize", "/v1/nothing"):
@@ -431,7 +431,7 @@ def test_cors(server):
         "Access-Control-Request-Method": "POST",
         "Access-Control-Request-Headers": "content-type",
     }
-    with httpx.Client(base_url=server[1]) as bare:
+    with httpx.Client(base_url=server[1], timeout=60) as bare:
         for origin, allowed in (("http://page.test", True), ("http://evil.test", False)):
             response = bare.options("/v1/completions", headers={"Origin": origin, **ask})
             assert (response.headers.get("access-control-allow-origin") == origin) == allowed
