@@ -1,5 +1,8 @@
 """Bodies of /v1/responses become conversations."""
 
+import json
+import time
+
 import pytest
 
 from maxtext.inference.server.messages import read_items
@@ -55,6 +58,45 @@ def test_conversation_of_items():
         {"role": "assistant", "content": "Both."},
         {"role": "user", "content": "Thanks"},
     ]
+
+
+CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+REASONING = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "Hm"}]}
+CALLS = (
+    '"tool_calls": [{"id": "c", "type": "function", "function": {"name": "f", "arguments": {}}}]'
+)
+NAMES = '"reasoning": "Hm", "thinking": "Hm"'
+
+
+@pytest.mark.parametrize(
+    ("items", "text"),
+    [
+        (
+            [{"type": "function_call_output", "call_id": "c", "output": "x"}],
+            '"role": "tool", "tool_call_id": "c", "content": "x"',
+        ),
+        (
+            [REASONING, CALL],
+            f'"role": "assistant", "content": "", "reasoning_content": "Hm", {CALLS}, {NAMES}',
+        ),
+        (
+            [CALL, REASONING, {"role": "assistant", "content": "So"}],
+            f'"role": "assistant", "content": "So", {CALLS}, "reasoning_content": "Hm", {NAMES}',
+        ),
+    ],
+)
+def test_order_of_the_fields_of_a_message(items, text):
+    """A template may write a message as JSON, so the prompt depends on it."""
+    (message,) = read_items(None, items)
+    assert json.dumps(message.to_json()) == f"{{{text}}}"
+
+
+def test_many_items_of_one_turn():
+    """The time grows with their number, not with its square."""
+    start = time.thread_time()
+    (message,) = read_items(None, [CALL] * 30_000)
+    assert time.thread_time() - start < 2
+    assert len(message.tool_calls) == 30_000
 
 
 def test_fields_of_a_chat():

@@ -65,7 +65,7 @@ class Message(NamedTuple):
 
     @classmethod
     def plain(cls, role: str, content: str, **fields: object) -> "Message":
-        return cls(role, content, {"role": role, "content": content, **fields})
+        return cls(role, content, {"role": role, **fields, "content": content})
 
     @classmethod
     def parse(cls, message: object, name: str) -> "Message":
@@ -135,16 +135,20 @@ def read_items(instructions: str | None, items: object) -> list[Message]:
         if not isinstance(item, dict):
             raise RequestError(f"input[{index}] must be an object, not {shorten(item)}", "input")
         turns.add_item(item, f"input[{index}]")
+    turns.end_turn()
     return turns.messages
 
 
-@dataclass(frozen=True)
 class Turns:
     """A conversation from items. What the model wrote in one turn, its reasoning, content and
     calls, is one message.
     """
 
-    messages: list[Message]
+    def __init__(self, messages: list[Message]):
+        self.messages = messages
+        # Parts of the message of an open turn by its fields, in the order in which items have them:
+        # a template may write a message as JSON.
+        self.turn: dict[str, list[Any]] = {}
 
     def add_item(self, item: Json, name: str) -> None:
         kind = item.get("type", "message")
@@ -152,17 +156,18 @@ class Turns:
             self.add_text(item.get("role"), join_parts(item.get("content"), f"{name}.content"))
         elif kind == "reasoning":
             parts = item.get("content") or item.get("summary") or ""
-            self.add_reasoning(join_parts(parts, f"{name}.content"))
+            self.add_part("reasoning_content", join_parts(parts, f"{name}.content"))
         elif kind == "function_call":
             function = {"name": item.get("name"), "arguments": item.get("arguments", "{}")}
             call = {"id": item.get("call_id"), "type": "function", "function": function}
-            self.add_call(ToolCall.parse(call))
+            self.add_part("tool_calls", ToolCall.parse(call))
         elif kind == "function_call_output":
             output = item.get("output")
             if output is None:
                 raise RequestError(f"{name}.output is missing", "input")
             is_text = isinstance(output, str | list)
             content = join_parts(output, f"{name}.output") if is_text else json.dumps(output)
+            self.end_turn()
             self.messages.append(Message.plain("tool", content, tool_call_id=item.get("call_id")))
         else:
             raise RequestError(
@@ -170,11 +175,12 @@ class Turns:
             )
 
     def add_text(self, role: object, text: str) -> None:
-        last = self.messages[-1] if self.messages else None
         if role == "assistant":
-            turn = self.open_turn()
-            self.messages[-1] = turn._replace(content=(turn.content or "") + text)
-        elif role in ("system", "developer"):
+            self.add_part("content", text)
+            return
+        self.end_turn()
+        last = self.messages[-1] if self.messages else None
+        if role in ("system", "developer"):
             if last is not None and last.role == "system":  # many templates take only one
                 self.messages[-1] = last._replace(content=f"{last.content}\n\n{text}")
             else:
@@ -185,21 +191,22 @@ class Turns:
             name = f"messages[{len(self.messages)}]"
             raise RequestError(f"{name} must be an object with a role", "input")
 
-    def add_reasoning(self, text: str) -> None:
-        turn = self.open_turn()
-        text = (turn.reasoning or "") + text
-        fields = {**turn.fields, "reasoning_content": text}
-        self.messages[-1] = turn._replace(reasoning=text or None, fields=fields)
+    def add_part(self, name: str, part: str | ToolCall) -> None:
+        """Add to a field of the message of the model's turn, which begins with its first part."""
+        self.turn = self.turn or {"content": []}
+        self.turn.setdefault(name, []).append(part)
 
-    def add_call(self, call: ToolCall) -> None:
-        turn = self.open_turn()
-        self.messages[-1] = turn._replace(tool_calls=(*turn.tool_calls, call))
-
-    def open_turn(self) -> Message:
-        """The last message, if the model wrote it, or a new one."""
-        if not self.messages or self.messages[-1].role != "assistant":
-            self.messages.append(Message.plain("assistant", ""))
-        return self.messages[-1]
+    def end_turn(self) -> None:
+        if not self.turn:
+            return
+        parts, self.turn = self.turn, {}
+        content, reasoning = (
+            "".join(parts.get(name, ())) for name in ("content", "reasoning_content")
+        )
+        values = {"content": content, "reasoning_content": reasoning, "tool_calls": None}
+        fields: Json = {"role": "assistant", **{name: values[name] for name in parts}}
+        calls = tuple(parts.get("tool_calls", ()))  # `to_json` writes them to the field
+        self.messages.append(Message("assistant", content, fields, reasoning or None, calls))
 
 
 def join_parts(content: object, name: str) -> str:
