@@ -227,6 +227,74 @@ def test_wrong_field_of_chat(parser, field, value):
     assert caught.value.param == field
 
 
+def test_most_likely_tokens_are_limited_with_and_without_logprobs(parser):
+    for logprobs in ({}, {"logprobs": True}):
+        with pytest.raises(RequestError, match="from 0 to 20"):
+            parser.chat({"messages": MESSAGES, "top_logprobs": 21, **logprobs})
+    with pytest.raises(RequestError, match="needs logprobs=true"):
+        parser.chat({"messages": MESSAGES, "top_logprobs": 1})
+
+
+def test_log_probabilities_of_the_prompt_are_limited_in_streams(parser):
+    for parse, body in (
+        (parser.completion, {"prompt": "a"}),
+        (parser.chat, {"messages": MESSAGES}),
+    ):
+        with pytest.raises(RequestError, match="from 0 to 20"):
+            parse({**body, "prompt_logprobs": -1, "stream": True})
+        with pytest.raises(RequestError, match="needs stream=false"):
+            parse({**body, "prompt_logprobs": 1, "stream": True})
+
+
+def test_max_tokens_is_not_read_beside_max_completion_tokens(parser):
+    body = {"prompt": "a", "max_tokens": "many"}
+    (request,) = parser.completion({**body, "max_completion_tokens": 3}).requests
+    assert request.params.max_new_tokens == 3
+    with pytest.raises(RequestError, match="max_tokens must be a whole number") as caught:
+        parser.completion(body)
+    assert caught.value.param == "max_tokens"
+
+
+def test_server_without_tools_reads_none(parser):
+    parser.allows_tools = False
+    responses = {"input": "ab", "tools": [{"type": "function"}]}
+    for parse in (
+        lambda: parser.chat({"messages": MESSAGES, "tools": [{"type": "x"}]}),
+        lambda: parser.chat({"messages": MESSAGES, "tools": "all"}),
+        lambda: parser.responses(JsonBody(responses)),
+    ):
+        with pytest.raises(RequestError, match="takes no tools") as caught:
+            parse()
+        assert (caught.value.param, caught.value.code) == ("tools", "unsupported_parameter")
+    parser.chat({"messages": MESSAGES, "tools": []})
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tools": [{"type": "x"}], "tool_choice": "x"},
+        {"chat_template_kwargs": {"tools": []}},
+        {"continue_final_message": True, "add_generation_prompt": True},
+    ],
+)
+def test_fields_of_a_conversation_beside_a_text(parser, fields):
+    """They do not act in /tokenize; beside messages they are errors."""
+    assert JsonBody({"prompt": "ab", **fields}).parse(TokenizeRequest).prompt == "ab"
+    with pytest.raises(RequestError) as caught:
+        parser.chat_text(JsonBody({"messages": MESSAGES, **fields}).parse(TokenizeRequest))
+    assert caught.value.param in fields
+
+
+def test_text_and_conversation_exclude_each_other():
+    """Whatever their values are."""
+    for prompt, messages in (("ab", MESSAGES), (3, MESSAGES), ("ab", [3])):
+        with pytest.raises(RequestError, match="either prompt or messages"):
+            JsonBody({"prompt": prompt, "messages": messages}).parse(TokenizeRequest)
+    for body in ({}, {"prompt": None}, {"add_special_tokens": 3}):
+        with pytest.raises(RequestError, match="prompt or messages is missing"):
+            JsonBody(body).parse(TokenizeRequest)
+
+
 def test_defaults(parser):
     """Those of OpenAI's API, below those of the model, below the request's own."""
     (request,) = parser.completion({"prompt": "abc"}).requests

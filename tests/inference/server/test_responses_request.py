@@ -199,7 +199,11 @@ def test_values_without_an_effect():
             "include": ["reasoning.encrypted_content", "web_search_call.results"],
             "store": True,
             "stream": True,
-            "stream_options": {"include_obfuscation": False, "include_usage": None},
+            "stream_options": {
+                "include_obfuscation": False,
+                "include_usage": None,
+                "continuous_usage_stats": "of chunks, which the stream does not have",
+            },
             "truncation": "disabled",
             "top_logprobs": 0,
             "max_tool_calls": 3,

@@ -164,8 +164,13 @@ def given_sampling(body: SamplingFields) -> dict[str, Any]:
 
 class StreamOptions(Body):
     include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None
     include_obfuscation: bool | None = None  # it pads events
+
+
+class ChunkOptions(StreamOptions):
+    """The `stream_options` of completions and chats, whose streams have chunks."""
+
+    continuous_usage_stats: bool | None = None
 
 
 class GenerationFields(SamplingFields, OtherFields):
@@ -234,9 +239,10 @@ class GenerationFields(SamplingFields, OtherFields):
 class ChoiceFields(GenerationFields):
     """The fields that completions and chats share."""
 
+    stream_options: ChunkOptions | None = None
     n: Annotated[Any, NeutralAtOtherEndpoints((1,))] = None
     best_of: Annotated[int | None, NeutralAtOtherEndpoints((1,))] = None
-    max_tokens: int | None = None
+    max_tokens: Any = None  # nothing reads it beside max_completion_tokens
     max_completion_tokens: int | None = None
     response_format: Annotated[Any, NeutralAtOtherEndpoints(({"type": "text"},))] = None
     truncate_prompt_tokens: int | None = None
@@ -249,8 +255,8 @@ class ChoiceFields(GenerationFields):
         return "response_format", self.response_format
 
     @property
-    def token_limit(self) -> tuple[str, int | None]:
-        """(name in errors, value) of the field that limits the completion."""
+    def token_limit(self) -> tuple[str, Any]:
+        """(name in errors, value) of the field that limits the completion, None if it is absent."""
         if self.max_completion_tokens is not None:
             return "max_completion_tokens", self.max_completion_tokens
         return "max_tokens", self.max_tokens
@@ -259,8 +265,6 @@ class ChoiceFields(GenerationFields):
     def check_choices(self) -> "ChoiceFields":
         if self.best_of is not None and self.best_of != (1 if self.n is None else self.n):
             raise RequestError("best_of must be equal to n", "best_of")
-        if self.prompt_logprobs is not None and self.stream:
-            raise RequestError("prompt_logprobs needs stream=false", "prompt_logprobs")
         return self
 
 

@@ -37,8 +37,8 @@ from maxtext.inference.server.tools import (
     ToolOptions,
     parse_choice,
     parse_function_choice,
-    parse_functions,
     parse_tools,
+    read_functions,
 )
 from maxtext.inference.strict_json import JsonReader
 from maxtext.inference.validation import RequestError, check_range, check_token_ids, shorten
@@ -93,16 +93,17 @@ class ConversationFields(NamedBody):
     """The fields of a chat that its text depends on."""
 
     messages: Messages | None = None
-    tools: list[object] = []
+    tools: Any = []
     tool_choice: Annotated[Any, NeutralAtOtherEndpoints(("none", "auto"))] = None
     parallel_tool_calls: Annotated[bool, NeutralAtOtherEndpoints((True,))] = True
-    chat_template_kwargs: TemplateVariables = {}
+    chat_template_kwargs: dict[str, Any] = {}
     add_generation_prompt: Annotated[bool | None, NeutralAtOtherEndpoints((True,))] = None
     continue_final_message: bool = False
     reasoning_effort: str = ""
 
     @cached_property
     def tool_options(self) -> ToolOptions:
+        """Raises RequestError for wrong tools; a server that takes no tools does not read them."""
         tools = parse_tools(self.tools)
         choice = parse_choice(self.tool_choice, tools)
         return ToolOptions.from_choice(tools, choice, self.parallel_tool_calls)
@@ -127,7 +128,9 @@ class ConversationFields(NamedBody):
 
     @model_validator(mode="after")
     def check_conversation(self) -> "ConversationFields":
-        _ = self.tool_options
+        if self.messages is None:  # a text, which does not depend on the other fields
+            return self
+        check_variables(self.chat_template_kwargs)
         if self.continue_final_message and self.adds_generation_prompt:
             raise RequestError(
                 "continue_final_message needs add_generation_prompt=false",
@@ -147,23 +150,26 @@ class ChatRequest(ChoiceFields, ConversationFields):
     def check_chat(self) -> "ChatRequest":
         if self.echo:
             raise RequestError("echo is for /v1/completions", "echo", UNSUPPORTED)
-        if self.top_logprobs and not self.logprobs:
-            raise RequestError("top_logprobs needs logprobs=true", "top_logprobs")
         return self
 
 
 class ResponsesChat(ChatRequest):
     """The chat that a body of /v1/responses stands for, with the names there in errors."""
 
-    functions: list[Tool]
-    choice: ToolChoice
+    @cached_property
+    def offered_tools(self) -> list[Tool]:
+        return parse_tools(self.tools)
+
+    @cached_property
+    def choice(self) -> ToolChoice:
+        return parse_function_choice(self.tool_choice, self.offered_tools)
 
     @cached_property
     def tool_options(self) -> ToolOptions:
-        return ToolOptions.from_choice(self.functions, self.choice, self.parallel_tool_calls)
+        return ToolOptions.from_choice(self.offered_tools, self.choice, self.parallel_tool_calls)
 
     @property
-    def token_limit(self) -> tuple[str, int | None]:
+    def token_limit(self) -> tuple[str, Any]:
         if self.max_completion_tokens is None:
             return "max_tokens", None
         return "max_output_tokens", self.max_completion_tokens
@@ -270,13 +276,12 @@ class ResponsesRequest(GenerationFields):
             if name in self.model_fields_set
         }
         messages = read_items(self.instructions, self.input)
-        functions = parse_functions([] if self.tools is None else self.tools)
         return ResponsesChat.model_construct(
             **common
             | {
                 "messages": messages,
-                "functions": functions,
-                "choice": parse_function_choice(self.tool_choice, functions),
+                "tools": read_functions([] if self.tools is None else self.tools),
+                "tool_choice": self.tool_choice,
                 "max_completion_tokens": self.max_output_tokens,
                 "reasoning_effort": self.reasoning.get("effort") or "",
                 "structured_outputs": self.constraint,
@@ -309,6 +314,7 @@ class TokenizeRequest(ConversationFields):
     endpoint: ClassVar[str] = "/tokenize"
 
     prompt: str | None = None
+    tools: list[object] = []
     add_special_tokens: bool | None = None
     return_token_strs: bool = False
 
@@ -324,13 +330,14 @@ class TokenizeRequest(ConversationFields):
         tools = parse_tools(self.tools)
         return ToolOptions.from_choice(tools, ToolChoice("none"), self.parallel_tool_calls)
 
-    @model_validator(mode="after")
-    def check_text(self) -> "TokenizeRequest":
-        if self.messages is not None and self.prompt is not None:
+    @model_validator(mode="before")
+    @classmethod
+    def check_text(cls, fields: Mapping[str, Any]) -> Mapping[str, Any]:
+        if "messages" in fields and "prompt" in fields:
             raise RequestError("give either prompt or messages", "prompt")
-        if self.messages is None and self.prompt is None:
+        if "messages" not in fields and "prompt" not in fields:
             raise RequestError("prompt or messages is missing", "prompt")
-        return self
+        return fields
 
 
 def check_tokens(tokens: Any) -> tuple[int, ...]:

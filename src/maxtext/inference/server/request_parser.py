@@ -14,7 +14,7 @@ from maxtext.inference.sampling.structured_outputs import StructuredOutputs
 from maxtext.inference.server.fields import (
     UNSUPPORTED,
     ChoiceFields,
-    StreamOptions,
+    ChunkOptions,
     given_sampling,
 )
 from maxtext.inference.server.messages import MessageFormat
@@ -105,7 +105,7 @@ class RequestParser:
         """The body of /v1/completions."""
         request = body.parse(CompletionRequest, self.strict_fields)
         self.check_num_logprobs("logprobs", request.logprobs)
-        self.check_num_logprobs("prompt_logprobs", request.prompt_logprobs)
+        self.check_prompt_logprobs(request)
         fields = self.sampling_fields(request) | {"logprobs": request.logprobs}
         self.check_num_sequences(len(request.prompt), 1 if request.n is None else request.n)
         token_ids = []
@@ -153,14 +153,16 @@ class RequestParser:
         return replace(parsed, ignored_fields=request.ignored_fields, settings=settings)
 
     def parse_chat(self, request: ChatRequest) -> ApiRequest:
-        self.check_num_logprobs("prompt_logprobs", request.prompt_logprobs)
+        self.check_prompt_logprobs(request)
         self.check_num_logprobs("top_logprobs", request.top_logprobs)
+        if request.top_logprobs and not request.logprobs:
+            raise RequestError("top_logprobs needs logprobs=true", "top_logprobs")
         logprobs = request.top_logprobs if request.logprobs else None
         fields = self.sampling_fields(request) | {"logprobs": logprobs}
         fields["prompt_logprobs"] = request.prompt_logprobs
-        tools = request.tool_options
-        if tools.definitions and not self.allows_tools:
+        if request.tools and not self.allows_tools:
             raise RequestError("this server takes no tools", "tools", UNSUPPORTED)
+        tools = request.tool_options
         text = self.chat_text(request)
         reasoning = self.reasoning(request, text)
         fields["structured_outputs"] = self.chat_constraint(tools, reasoning, request.constraint)
@@ -186,6 +188,11 @@ class RequestParser:
         """Raises RequestError for more of the most likely tokens at a position than are allowed."""
         if count is not None:
             check_range(name, count, 0, self.max_logprobs, whole=True)
+
+    def check_prompt_logprobs(self, request: ChoiceFields) -> None:
+        self.check_num_logprobs("prompt_logprobs", request.prompt_logprobs)
+        if request.prompt_logprobs is not None and request.stream:
+            raise RequestError("prompt_logprobs needs stream=false", "prompt_logprobs")
 
     def reasoning(self, request: ChatRequest, prompt: str) -> Reasoning:
         """`prompt` is the text of the conversation."""
@@ -257,6 +264,7 @@ class RequestParser:
     ) -> int:
         name, given = request.token_limit
         count = default if given is None else given
+        check_whole_number(name, count)
         if count < at_least:
             raise RequestError(f"{name}={count} must be at least {at_least}", name)
         if prompt_length + count > self.model.max_length:
@@ -307,7 +315,7 @@ class RequestParser:
         self, request: ChoiceFields, requests: Sequence[GenerationRequest]
     ) -> ApiRequest:
         """An ApiRequest with the fields that completions and chats share."""
-        options = request.stream_options or StreamOptions()
+        options = request.stream_options or ChunkOptions()
         return ApiRequest(
             model=self.model.find(request.model)[0],
             requests=tuple(requests),

@@ -122,8 +122,10 @@ def move_refs(schema: object, pointer: str) -> object:
     return moved
 
 
-def parse_tools(values: Sequence[object]) -> list[Tool]:
+def parse_tools(values: object) -> list[Tool]:
     """The field `tools` of a chat. Raises RequestError for the first that is wrong."""
+    if not isinstance(values, list):
+        raise RequestError(f"tools must be a list, not {shorten(values)}", "tools")
     tools: dict[str, Tool] = {}
     for index, value in enumerate(values):
         name, function = read_function(value)
@@ -194,8 +196,8 @@ def check_name(name: object, tools: Sequence[Tool]) -> str:
     return name
 
 
-def parse_functions(tools: object) -> list[Tool]:
-    """The functions among `tools` of /v1/responses; others are ignored."""
+def read_functions(tools: object) -> list[Json]:
+    """The functions among `tools` of /v1/responses, as a chat has them; others are ignored."""
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise RequestError(f"tools must be a list of objects, not {shorten(tools)}", "tools")
     others = sorted(
@@ -203,13 +205,11 @@ def parse_functions(tools: object) -> list[Tool]:
     )
     if others:
         LOGGER.warning("ignoring tools of the types %s in /v1/responses", ", ".join(others))
-    return parse_tools(
-        [
-            {"type": "function", "function": {name: tool[name] for name in NAMES if name in tool}}
-            for tool in tools
-            if tool.get("type") == "function"
-        ]
-    )
+    return [
+        {"type": "function", "function": {name: tool[name] for name in NAMES if name in tool}}
+        for tool in tools
+        if tool.get("type") == "function"
+    ]
 
 
 def parse_function_choice(value: object, tools: Sequence[Tool]) -> ToolChoice:
