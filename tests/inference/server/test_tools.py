@@ -1,5 +1,7 @@
 """Functions that requests offer."""
 
+import time
+
 import pytest
 
 from maxtext.inference.server.protocol import ChatRequest, JsonBody
@@ -24,6 +26,16 @@ def test_allowed_tools_are_those_that_the_template_and_the_grammar_get(mode):
     body = {"tools": TOOLS, "tool_choice": allowed("set_tags", mode=mode)}
     assert parse_tools(body) == parse_tools({"tools": TOOLS[1:], "tool_choice": mode})
     assert parse_tools({"tools": TOOLS}).definitions == tuple(TOOLS)
+
+
+def test_many_allowed_tools():
+    """The time grows with their number, not with its square."""
+    names = [f"f{index}" for index in range(15_000)]
+    choice = allowed(*names)
+    start = time.thread_time()
+    options = parse_tools({"tools": choice["allowed_tools"]["tools"], "tool_choice": choice})
+    assert time.thread_time() - start < 2
+    assert len(options.definitions) == len(names)
 
 
 def test_references_move_with_their_schema():

@@ -161,7 +161,7 @@ def parse_choice(value: object, tools: Sequence[Tool]) -> ToolChoice:
         case {"type": "allowed_tools"}:
             return allow(None, [], tools)
         case dict():
-            return ToolChoice("named", check_name(read_function(value)[0], tools))
+            return ToolChoice("named", check_name(read_function(value)[0], names_of(tools)))
     return parse_mode(value, tools)
 
 
@@ -184,12 +184,17 @@ def allow(mode: object, names: Sequence[object], tools: Sequence[Tool]) -> ToolC
             "tool_choice.allowed_tools must have a mode, auto or required, and a list of tools",
             "tool_choice",
         )
-    return ToolChoice(str(mode), allowed=frozenset(check_name(name, tools) for name in names))
+    known = names_of(tools)
+    return ToolChoice(str(mode), allowed=frozenset(check_name(name, known) for name in names))
 
 
-def check_name(name: object, tools: Sequence[Tool]) -> str:
+def names_of(tools: Sequence[Tool]) -> frozenset[str]:
+    return frozenset(tool.name for tool in tools)
+
+
+def check_name(name: object, known: frozenset[str]) -> str:
     """Raises RequestError for a name that no tool has."""
-    if not isinstance(name, str) or all(tool.name != name for tool in tools):
+    if not isinstance(name, str) or name not in known:
         raise RequestError(
             f"tool_choice names {shorten(name)}, which is not in tools", "tool_choice"
         )
@@ -220,7 +225,7 @@ def parse_function_choice(value: object, tools: Sequence[Tool]) -> ToolChoice:
         case {"type": "allowed_tools"}:
             return allow(None, [], tools)
         case dict():
-            return ToolChoice("named", check_name(read_name(value), tools))
+            return ToolChoice("named", check_name(read_name(value), names_of(tools)))
     return parse_mode(value, tools)
 
 
