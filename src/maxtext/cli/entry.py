@@ -16,15 +16,22 @@ if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # and not ign
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
+# Importing JAX makes a million objects that stay; with Python's 700, walking through them again and
+# again takes 0.3 of the 2.4 seconds.
+GC_THRESHOLD = 50_000
+
+
 def entry(*command: str) -> None:
     """Run `maxtext COMMAND ...`; with a command given, `python3 -m maxtext.COMMAND ...`.
 
     Exits the process.
     """
     import contextlib
+    import gc
     import os
     import sys
 
+    gc.set_threshold(GC_THRESHOLD)
     open_closed_streams()
     from maxtext.cli.main import has_peers, main
 
