@@ -242,7 +242,7 @@ class ChoiceFields(GenerationFields):
     stream_options: ChunkOptions | None = None
     n: Annotated[Any, NeutralAtOtherEndpoints((1,))] = None
     best_of: Annotated[int | None, NeutralAtOtherEndpoints((1,))] = None
-    max_tokens: Any = None  # nothing reads it beside max_completion_tokens
+    max_tokens: Any = None  # not read if max_completion_tokens is set
     max_completion_tokens: int | None = None
     response_format: Annotated[Any, NeutralAtOtherEndpoints(({"type": "text"},))] = None
     truncate_prompt_tokens: int | None = None

@@ -226,8 +226,8 @@ def test_limits_of_the_sampler_change_no_text(context, weights, rollouts):
     sampler.engine.executor.prefill = lambda batch, *rest: (
         chunks.append(int((np.asarray(batch.positions) >= 0).sum())) or prefill(batch, *rest)
     )
-    found = sampler.generate(requests(logprobs=0))
-    assert [each.token_ids for each in found] == [each.token_ids for each in rollouts]
+    completions = sampler.generate(requests(logprobs=0))
+    assert [each.token_ids for each in completions] == [each.token_ids for each in rollouts]
     assert max(chunks) <= 3
     assert sum(chunks) == sum(map(len, PROMPTS))
     tiny = context.config.model_copy(update=limits | {"hbm_utilization_vllm": 1e-12})
