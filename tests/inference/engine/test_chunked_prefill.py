@@ -1,5 +1,6 @@
 """Long prompts in chunks: the default of loaded models, and what others wait for meanwhile."""
 
+import dataclasses
 import itertools
 
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 from maxtext import LLM
 from maxtext.inference import GenerationRequest, SamplingParams
 from maxtext.inference.engine import cache_config
-from maxtext.inference.engine.engine import InferenceEngine
+from maxtext.inference.engine.engine import InferenceEngine, InFlightStep
 from maxtext.inference.engine.shapes import ChunkSize
 from tests.support.random_requests import (
     VOCABULARY,
@@ -77,6 +78,49 @@ def test_a_short_prompt_overtakes_a_long_one(engine):
             finished += sorted(ids - set(finished))
     assert finished[-1] == 0
     assert sorted(finished) == [0, 1, 2, 3]
+
+
+def batches_per_step(engine, requests, limit, monkeypatch):
+    """How many programs prefill the other requests in each step in which the first one decodes."""
+    engine.timed, engine.max_interleaved_tokens = False, limit
+    batches, tokens, steps = [], {}, []
+    prefill = engine.prefill
+    monkeypatch.setattr(engine, "prefill", lambda *group: (batches.append(group), prefill(*group)))
+    with engine.lease(expects_requests=True):
+        engine.add_request(0, requests[0])
+        while not tokens:
+            collect(engine, tokens)
+        for index, each in enumerate(requests[1:], 1):
+            engine.add_request(index, each)
+        while engine.has_unfinished:
+            batches.clear()
+            collect(engine, tokens)
+            steps.append(len(batches))
+    expected = [reference(engine.programs, engine.weights)(each) for each in requests]
+    assert [tokens[index] for index in range(len(requests))] == expected
+    return [count for count in steps if count]
+
+
+@pytest.mark.parametrize(("limit", "batches"), [(0, [1, 1]), (16, [1, 1]), (17, [2])])
+def test_short_prompts_start_together(engine, monkeypatch, limit, batches):
+    """Two programs prefill them, of 16 and 8 tokens; decode programs for a part would cost more."""
+    requests = [request(5, 40), *(request(CHUNK, 5, seed=index) for index in range(1, 4))]
+    assert batches_per_step(engine, requests, limit, monkeypatch) == batches
+
+
+def test_a_running_stream_waits_for_one_chunk_with_short_prompts_beside(engine, monkeypatch):
+    requests = [request(5, 40), request(40, 3, seed=1), request(6, 3, seed=2)]
+    assert set(batches_per_step(engine, requests, 1000, monkeypatch)) == {1}
+
+
+def test_limit_follows_from_the_time_of_a_prefill(engine, monkeypatch):
+    """16 tokens in 1/16 s: 25 tokens fit into 0.1 s."""
+    monkeypatch.setattr("time.monotonic", lambda: 2.0625)
+    done = InFlightStep(None, (), num_steps=0, dispatched_at=2.0, num_prefilled=16)
+    engine.update_limits(done)
+    assert engine.max_interleaved_tokens == 25
+    engine.update_limits(dataclasses.replace(done, num_prefilled=0))  # a fork
+    assert engine.max_interleaved_tokens == 25
 
 
 def test_offline_batches_have_no_pauses(engine):

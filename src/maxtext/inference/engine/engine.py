@@ -44,7 +44,9 @@ from maxtext.inference.sampling.sampler import MAX_STOP_IDS
 from maxtext.inference.validation import RequestError
 
 MIN_GPU_SLOTS = 2  # the compiler's float matmuls are slower with a single row
-STEP_SECONDS = 0.1  # a decode program has as many steps as fit, so that slow machines also stream
+# A decode program has as many steps as fit, so that slow machines also stream. Between two of them,
+# short prompts are prefilled for about as long.
+STEP_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,7 @@ class InFlightStep:
     columns: tuple[tuple[int, Sequence], ...]
     num_steps: int  # 0: prefill or fork
     dispatched_at: float
+    num_prefilled: int = 0  # tokens of prompts
     # Chunks of prompts whose log-probabilities the program computes, with their index in its
     # output, their first position and their length.
     scored: tuple[tuple[Sequence, tuple[int, int], int, int], ...] = ()
@@ -105,6 +108,8 @@ class InferenceEngine:
         self.in_flight: deque[InFlightStep] = deque()
         self.prefilled: dict[Hashable, PrefilledPrompt] = {}  # in this step
         self.max_steps = MAX_DECODE_STEPS  # of a decode program, by the time that a step takes
+        # Tokens of short prompts between two decode programs, by the time that they take.
+        self.max_interleaved_tokens = 0
         self.collected_at = 0.0
         # All processes must dispatch the same programs, so time may not decide.
         self.timed = timed and jax.process_count() == 1
@@ -231,16 +236,21 @@ class InferenceEngine:
             raise
 
     def dispatch_and_collect(self) -> list[StepOutput]:
-        num_in_flight = len(self.in_flight)
+        num_in_flight, num_prefilled = len(self.in_flight), self.num_prefilled
         had_decoding = self.scheduler.has_decoding
         self.admit()
         while group := self.scheduler.next_prefill():
             self.prefill(*group)
             self.admit()  # what waited for a prefix of these
             self.fork()
-            # Sequences that decode, and requests that arrive, wait for a chunk at most.
+            if not self.scheduler.interleaves:
+                continue
+            # Sequences that decode, and requests that arrive, wait for a chunk of a long prompt at
+            # most, or for short prompts up to the limit. Decode programs for a part of the
+            # sequences would cost more than the wait.
             is_cut = any(not sequence.is_decoding for sequence, _ in group[0])
-            if self.scheduler.interleaves and (had_decoding or is_cut):
+            is_full = self.num_prefilled - num_prefilled >= self.max_interleaved_tokens
+            if is_cut or (had_decoding and (is_full or self.scheduler.has_long_prompt)):
                 break
         self.prefilled.clear()
         outputs: list[StepOutput] = []
@@ -280,8 +290,16 @@ class InferenceEngine:
                 if not seq.num_output_tokens:
                     self.prefilled[seq.prompt_key] = PrefilledPrompt(seq, sampled.logits, row)
         # Also a program without results: the host is one program ahead of the device, not many.
-        sampled, now = replace(sampled, logits=None), time.monotonic()
-        self.in_flight.append(InFlightStep(sampled, tuple(complete), 0, now, scored))
+        self.in_flight.append(
+            InFlightStep(
+                replace(sampled, logits=None),
+                tuple(complete),
+                num_steps=0,
+                dispatched_at=time.monotonic(),
+                num_prefilled=sum(count for _, count in chunks),
+                scored=scored,
+            )
+        )
         for sequence, _ in chunks:
             if self.scheduler.uses_prefix_cache(sequence):
                 self.cache_prefix(sequence)
@@ -344,12 +362,7 @@ class InferenceEngine:
         tokens, logprobs = sampled.tokens, sampled.logprobs
         if not done.num_steps:
             tokens, logprobs = jax.tree.map(lambda x: x[None], (tokens, logprobs))
-        now = time.monotonic()
-        if done.num_steps and self.timed:
-            step_seconds = (now - max(done.dispatched_at, self.collected_at)) / done.num_steps
-            steps = min(max(STEP_SECONDS / max(step_seconds, 1e-9), 1), MAX_DECODE_STEPS)
-            self.max_steps = int(steps)
-        self.collected_at = now
+        self.update_limits(done)
         for sequence, index, start, count in done.scored:
             assert sampled.prompt_logprobs is not None, "the program computed them for this chunk"
             add_prompt_logprobs(sequence, sampled.prompt_logprobs, index, start, count)
@@ -359,6 +372,17 @@ class InferenceEngine:
             for column, seq in done.columns
             if not seq.finished
         ]
+
+    def update_limits(self, done: InFlightStep) -> None:
+        """Set how much fits into STEP_SECONDS, by the time that a program took."""
+        now = time.monotonic()
+        seconds = max(now - max(done.dispatched_at, self.collected_at), 1e-9)
+        self.collected_at = now
+        if self.timed and done.num_steps:
+            steps = STEP_SECONDS * done.num_steps / seconds
+            self.max_steps = int(min(max(steps, 1), MAX_DECODE_STEPS))
+        elif self.timed and done.num_prefilled:
+            self.max_interleaved_tokens = int(STEP_SECONDS * done.num_prefilled / seconds)
 
     def process(
         self, sequence: Sequence, tokens: list[int], logprobs: Logprobs | None

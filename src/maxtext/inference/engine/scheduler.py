@@ -99,6 +99,15 @@ class Scheduler:
         return self.chunk_size is not None and self.expects_requests
 
     @property
+    def has_long_prompt(self) -> bool:
+        """Whether a prompt in prefill needs several chunks."""
+        return any(
+            self.next_chunk(sequence) < sequence.prefill_length - sequence.num_computed
+            for sequence in self.running
+            if not sequence.is_decoding
+        )
+
+    @property
     def waits_for_slots(self) -> bool:
         """Whether sequences that wait should start together, when the running ones have ended. They
         fill all slots and want equally many tokens, so they also end together. Where groups of them

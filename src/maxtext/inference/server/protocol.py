@@ -437,7 +437,9 @@ class JsonBody:
         supported, for those that act at other endpoints only, and with `is_strict` for all others
         that are unknown.
         """
-        for name, marker in unsupported_fields(kind).items():
+        unsupported = unsupported_fields(kind)
+        for name in [] if self.fields.keys().isdisjoint(unsupported) else unsupported:
+            marker = unsupported[name]
             if name in self.fields and self.fields[name] not in marker.neutral:
                 message = f"{name} is not supported{marker.reason}"
                 raise RequestError(message, name, UNSUPPORTED)
