@@ -1,6 +1,7 @@
 """The engine in a thread: many streams at a time, each equal to what `LLM.generate` returns."""
 
 import asyncio
+import math
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -10,6 +11,8 @@ import pytest
 from maxtext.inference import AsyncEngine, EngineError, GenerationRequest, SamplingParams
 from maxtext.inference import async_engine as module
 from maxtext.inference.engine.executor import Executor
+from maxtext.inference.requests import CompletionDelta
+from maxtext.inference.text.streams import END, AsyncCompletionStream
 from maxtext.inference.validation import RequestError
 
 pytestmark = pytest.mark.usefixtures("few_programs")
@@ -387,6 +390,25 @@ def test_drain_drops_requests_that_wait_for_an_update(llm):
         list(waiting)
     engine.close()
     assert future.done()
+
+
+def test_consumer_that_is_behind_lets_others_run():
+    """Each task takes one delta at a time of those that wait."""
+    deltas = [CompletionDelta(0, 0, "a", (1,)) for _ in range(3)]
+    order = []
+
+    async def consume(name):
+        stream = AsyncCompletionStream(0, (), 1, lambda _: None, math.inf)
+        for each in (*deltas, END):
+            stream.put(each)
+        async for _ in stream:
+            order.append(name)
+
+    async def run():
+        await asyncio.gather(consume("a"), consume("b"))
+
+    asyncio.run(run())
+    assert order == ["a", "b"] * 3
 
 
 def test_consumer_that_does_not_read_is_dropped(engine, monkeypatch):

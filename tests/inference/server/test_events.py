@@ -1,12 +1,13 @@
 """Server-sent events as ASGI messages."""
 
 import asyncio
+import json
 
 import pytest
 
 from maxtext.inference.server import events as module
 from maxtext.inference.server.errors import ApiError
-from maxtext.inference.server.events import EventStreamResponse
+from maxtext.inference.server.events import EventStreamResponse, encode_json_in_parts
 
 
 async def respond(events, disconnect=None):
@@ -75,3 +76,21 @@ def test_client_that_leaves_closes_the_events():
 
     assert b"one" in asyncio.run(leave())
     assert closed
+
+
+LONG = [{"token": str(index), "logprob": -index / 7} for index in range(200)]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"text": 'é\ud800"', "logprobs": {"content": LONG, "refusal": None}, "empty": {}},
+        {"a": [], "b": LONG[:64], "c": LONG[:65], "d": (1, 2)},
+        [LONG, LONG[:1]],
+        list(range(128)),
+        None,
+    ],
+)
+def test_json_in_parts_is_that_of_the_encoder(content):
+    expected = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
+    assert encode_json_in_parts(content) == expected.encode("utf-8", "replace")

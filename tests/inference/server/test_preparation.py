@@ -1,5 +1,7 @@
 """Long requests that are parsed and tokenized delay nobody else."""
 
+import itertools
+import json
 import threading
 from concurrent.futures import ThreadPoolExecutor, as_completed
 
@@ -71,6 +73,35 @@ def test_many_logprobs_are_written_in_a_thread(llm, few_programs, monkeypatch):
     assert in_loop == "maxtext-http"
     assert len(in_threads) == 3
     assert "maxtext-http" not in in_threads
+
+
+@pytest.mark.parametrize("echo", [False, True])
+def test_many_logprobs_of_a_stream_are_written_in_a_thread(llm, few_programs, monkeypatch, echo):
+    """The chunks add up to the whole response."""
+    threads = []
+
+    def record(formatter, *args, run=completions_writer.ChoiceFormatter.completion_logprobs):
+        threads.append(threading.current_thread().name)
+        return run(formatter, *args)
+
+    monkeypatch.setattr(completions_writer.ChoiceFormatter, "completion_logprobs", record)
+    # 2 for each of 4 tokens of the prompt or 3 of the completion
+    monkeypatch.setattr(completions_writer, "MAX_SHORT_LOGPROBS", 7 if echo else 1)
+    body = {"prompt": "w5 w6 w7", "max_tokens": 3, "logprobs": 1, "seed": 3, "ignore_eos": True}
+    body |= {"echo": echo, "n": 2}
+    with run_server(llm) as (_, url):
+        whole = httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()["choices"]
+        threads.clear()
+        response = httpx.post(f"{url}/v1/completions", json={**body, "stream": True}, timeout=60)
+    lines = response.text.split("\n\n")[:-2]
+    chunks = [json.loads(line.removeprefix("data: "))["choices"][0] for line in lines]
+    for choice in whole:
+        streamed = [chunk for chunk in chunks if chunk["index"] == choice["index"]]
+        assert "".join(chunk["text"] for chunk in streamed) == choice["text"]
+        for name, values in choice["logprobs"].items():
+            parts = [chunk["logprobs"][name] for chunk in streamed if chunk["logprobs"]]
+            assert list(itertools.chain(*parts)) == values
+    assert threads[0].startswith("maxtext-logprobs")
 
 
 def test_many_logprobs_are_not_written_for_a_client_that_left(llm, few_programs, monkeypatch):

@@ -6,7 +6,8 @@
 import asyncio
 import codecs
 import time
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass
 
@@ -16,14 +17,22 @@ from maxtext.inference.requests import Completion, CompletionDelta
 from maxtext.inference.sampling.grammar import FAILURE
 from maxtext.inference.sampling.logprobs import TokenLogprobs
 from maxtext.inference.server.errors import FINISH_REASONS, SERVER_ERROR, ApiError
-from maxtext.inference.server.events import DONE, ActiveRequest, encode_event, encode_json
+from maxtext.inference.server.events import (
+    DONE,
+    ActiveRequest,
+    encode_event,
+    encode_json,
+    encode_json_in_parts,
+)
 from maxtext.inference.server.model import ServedModel, new_id
 from maxtext.inference.server.request_parser import ApiRequest
 from maxtext.inference.text.detokenizer import REPLACEMENT
 from maxtext.inference.text.parsers.message_parser import MessageDelta
 
 MAX_CHARACTER_TOKENS = 8  # the most tokens of one character: it has four bytes at most
-MAX_SHORT_LOGPROBS = 1000  # tokens whose log-probabilities take a moment to write
+MAX_SHORT_LOGPROBS = 1000  # that take a moment (some 5 ms) to write
+# Write more of them: the event loop goes on. Few, since they share the interpreter with it.
+LOGPROB_THREADS = ThreadPoolExecutor(2, "maxtext-logprobs")
 PromptLogprobs = Sequence[TokenLogprobs | None]
 
 
@@ -355,21 +364,14 @@ class CompletionsWriter:
                     self.usage.completion_tokens += len(delta.completion.token_ids)
                     index = prompt * self.request.num_choices + delta.choice
                     completions[index] = delta.completion
-        has_logprobs = (self.request.logprobs, self.request.prompt_logprobs) != (None, None)
         num_tokens = self.usage.completion_tokens
         num_tokens += self.usage.prompt_tokens * self.request.num_choices
-        is_long = has_logprobs and num_tokens > MAX_SHORT_LOGPROBS
-        choices = []
         extras: Json = {}  # of a chat, which has one prompt
-        # One choice at a time: the encoder lets no other thread run, and a thread cannot be
-        # cancelled.
-        for index in range(len(self.formatters)):
-            arguments = (index, completions, extras)
-            choices.append(
-                await asyncio.to_thread(self.encode_choice, *arguments)
-                if is_long
-                else self.encode_choice(*arguments)
-            )
+        # One choice at a time: a thread cannot be cancelled.
+        choices = [
+            await self.write(num_tokens, self.encode_choice, index, completions, extras)
+            for index in range(len(self.formatters))
+        ]
         head = encode_json(self.head)[:-1] + b',"choices":['
         last = encode_json({"usage": self.usage.to_json(), **extras})[1:]
         return b"".join([head, b",".join(choices), b"],", last])
@@ -382,7 +384,18 @@ class CompletionsWriter:
         if self.request.prompt_logprobs is not None:
             records = {"prompt_logprobs": formatter.prompt_records(first.prompt_logprobs)}
             (extras if self.request.is_chat else choice).update(records)
-        return encode_json(choice)
+        return encode_json_in_parts(choice)
+
+    async def write(self, num_tokens: int, encode: Callable[..., bytes], *args: object) -> bytes:
+        """The bytes that `encode` returns for so many tokens. It runs in a thread if they have many
+        log-probabilities.
+        """
+        counts = self.request.logprobs, self.request.prompt_logprobs
+        num_logprobs = num_tokens * max(0 if count is None else 1 + count for count in counts)
+        if num_logprobs <= MAX_SHORT_LOGPROBS:
+            return encode(*args)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(LOGPROB_THREADS, encode, *args)
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The response as server-sent events, one write for what a step of the engine adds."""
@@ -394,7 +407,11 @@ class CompletionsWriter:
                 self.usage.completion_tokens += len(delta.token_ids)
                 if delta.completion is not None:
                     self.add_usage(delta.completion)
-                events = b"".join(map(self.encode_chunk, self.chunks(prompt, delta)))
+                formatter = self.formatters[prompt * self.request.num_choices + delta.choice]
+                num_tokens = len(delta.token_ids)
+                if self.request.echoes and formatter.is_first:
+                    num_tokens += len(formatter.prompt_ids)
+                events = await self.write(num_tokens, self.encode_delta, prompt, delta)
                 if events:
                     yield events
         last = b""
@@ -408,6 +425,9 @@ class CompletionsWriter:
             self.usage.reasoning_tokens += self.request.format.reasoning.count_tokens(
                 completion.token_ids, self.model.tokenizer
             )
+
+    def encode_delta(self, prompt: int, delta: CompletionDelta) -> bytes:
+        return b"".join(map(self.encode_chunk, self.chunks(prompt, delta)))
 
     def chunks(self, prompt: int, delta: CompletionDelta) -> list[Json]:
         """The choices of chunks that can be sent after a delta."""
@@ -428,7 +448,9 @@ class CompletionsWriter:
         ]
 
     def encode_chunk(self, choice: Json) -> bytes:
-        parts = [b"data: ", self.encoded_head, encode_json(choice), b"]"]
+        has_logprobs = choice["logprobs"] is not None
+        content = encode_json_in_parts(choice) if has_logprobs else encode_json(choice)
+        parts = [b"data: ", self.encoded_head, content, b"]"]
         if self.request.include_usage:
             usage = self.usage.to_json() if self.request.continuous_usage else None
             parts += [b',"usage":', encode_json(usage)]

@@ -3,9 +3,9 @@
 import random
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from maxtext.common.files import read_json_object
 from maxtext.common.types import Json
@@ -20,6 +20,8 @@ from maxtext.tokenizers.load import concatenates, text_bytes
 
 # Fields of generation_config.json that are defaults of requests.
 SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+# Log-probabilities have up to 21 tokens at each position, which often recur.
+NUM_CACHED_TOKENS = 32_768
 DEVELOPER = "developer"  # the role that OpenAI's newer models have in place of `system`
 
 
@@ -138,10 +140,19 @@ class ServedModel:
             return None
         return max(len(tokenizer.id_to_token(token)) for token in range(tokenizer.vocab_size))
 
-    def token_text(self, token: int) -> str:
+    @cached_property
+    def token_text(self) -> Callable[[int], str]:
         """A token as text: what it adds to a text, or for special tokens its name. A part of a
         character is written as bytes:\\xNN.
         """
+        return lru_cache(NUM_CACHED_TOKENS)(self.read_token_text)
+
+    @cached_property
+    def token_bytes(self) -> Callable[[int, bool], bytes]:
+        """The bytes that a token adds to a text; special tokens add a name if the flag is true."""
+        return lru_cache(NUM_CACHED_TOKENS)(self.read_token_bytes)
+
+    def read_token_text(self, token: int) -> str:
         data = text_bytes(self.tokenizer, token)
         if not data:
             return self.tokenizer.id_to_token(token)
@@ -150,8 +161,7 @@ class ServedModel:
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
-    def token_bytes(self, token: int, shows_specials: bool = False) -> bytes:
-        """The bytes that a token adds to a text. `shows_specials`: special tokens add a name."""
+    def read_token_bytes(self, token: int, shows_specials: bool) -> bytes:
         if shows_specials and token in self.tokenizer.special_ids:
             return self.tokenizer.id_to_token(token).encode()
         return text_bytes(self.tokenizer, token)

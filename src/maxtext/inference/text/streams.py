@@ -133,6 +133,8 @@ class AsyncCompletionStream(BaseStream):
         return self
 
     async def __anext__(self) -> CompletionDelta:
+        if not self.items.empty():  # a consumer that is behind lets the others run
+            await asyncio.sleep(0)
         if self.is_finished or (delta := self.receive(await self.items.get())) is None:
             raise StopAsyncIteration
         if self.is_finished and self.timer is not None:
