@@ -56,7 +56,7 @@ def test_options_name_what_the_server_has():
     assert options.MAX_LOGPROBS == MAX_LOGPROBS
     parsed = parse_arguments(["m", "--allowed-hosts", "*", "--host", "localhost"])
     assert parsed.options == ServerOptions(
-        api_keys=[], cors_origins=[], allowed_hosts=("*", "localhost")
+        api_keys=[], cors_origins=[], allowed_hosts=("*",), own_hosts=("localhost",)
     )
 
 
@@ -127,24 +127,23 @@ def test_flags():
 
 
 def test_allowed_hosts(monkeypatch):
-    """The name that --host gives is one of them, and the machine's own name where others reach it;
-    no browser reaches a unix socket.
+    """Host may also be the name that --host gives, and the machine's own name where others reach
+    it; no browser reaches a unix socket. These allow no page of another port.
     """
     monkeypatch.setattr("socket.gethostname", lambda: "Box")
     hosts = {
-        (): ("127.0.0.1",),
-        ("--host", "GPU.test"): ("gpu.test", "box"),
+        (): ((), ("127.0.0.1",)),
+        ("--host", "GPU.test"): ((), ("gpu.test", "box")),
         ("--host", "0.0.0.0", "--allowed-hosts", "A.test", ".b.test:81", "dtype=float32"): (
-            "a.test",
-            ".b.test:81",
-            "0.0.0.0",
-            "box",
+            ("a.test", ".b.test:81"),
+            ("0.0.0.0", "box"),
         ),
-        ("--uds", "s"): ("*",),
-        ("--uds", "s", "--allowed-hosts", "a.test"): ("a.test",),
+        ("--uds", "s"): ((), ("*",)),
+        ("--uds", "s", "--allowed-hosts", "a.test"): (("a.test",), ()),
     }
     for flags, expected in hosts.items():
-        assert parse_arguments(["m", *flags]).options.allowed_hosts == expected
+        options = parse_arguments(["m", *flags]).options
+        assert (options.allowed_hosts, options.own_hosts) == expected
 
 
 def test_flags_of_vllm_are_keys():

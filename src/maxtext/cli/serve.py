@@ -1,10 +1,10 @@
 """`maxtext serve`: an OpenAI-compatible HTTP server for one model."""
 
+import contextlib
 import dataclasses
 import logging
 import socket
 import threading
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from maxtext.cli import positionals
@@ -63,31 +63,29 @@ class ServeArguments:
 
 
 def run(arguments: Arguments) -> int:
-    with signals.starting_service():
-        for package in PACKAGES:
-            require(package, "maxtext serve")
-        parsed = read_arguments(arguments)
-        parsed.tls.check()
-        model = resolve_model(parsed.path, parsed.file, parsed.overrides)
-        refuse_useless(model.config, "serve", USELESS)
-        listener = open_listener(parsed)
-    try:
+    with contextlib.ExitStack() as stack:
+        with signals.starting_service():
+            for package in PACKAGES:
+                require(package, "maxtext serve")
+            parsed = read_arguments(arguments)
+            parsed.tls.check()
+            model = resolve_model(parsed.path, parsed.file, parsed.overrides)
+            refuse_useless(model.config, "serve", USELESS)
+            listener = stack.enter_context(open_listener(parsed))
         code, has_ended = serve(parsed, model, listener)
-    finally:
-        listener.close()
-        if parsed.uds is not None:
-            Path(parsed.uds).unlink(missing_ok=True)
     if not has_ended:
         LOGGER.warning("the engine is still compiling: the process ends without it")
         signals.end_process(code)
     return code
 
 
-def open_listener(parsed: ServeArguments) -> socket.socket:
-    from maxtext.inference.server.lifecycle import bind, bind_unix
+def open_listener(
+    parsed: ServeArguments,
+) -> contextlib.AbstractContextManager[socket.socket]:
+    from maxtext.inference.server.lifecycle import bind, unix_listener
 
     raise_descriptor_limit()
-    return bind(parsed.host, parsed.port) if parsed.uds is None else bind_unix(parsed.uds)
+    return bind(parsed.host, parsed.port) if parsed.uds is None else unix_listener(parsed.uds)
 
 
 def serve(
@@ -199,9 +197,6 @@ def read_arguments(arguments: Arguments) -> ServeArguments:
         authorities=arguments["--ssl-ca-certs"],
     )
     host, uds = arguments["--host"], arguments["--uds"]
-    allowed_hosts = tuple(arguments["--allowed-hosts"])
-    if uds is None:
-        allowed_hosts += listened_names(host)
     file, overrides = positionals.split(arguments.all_args, data=None, presets=False)
     path = model_path("maxtext serve MODEL [options]", file, overrides)
     names = arguments["--served-model-name"] or [model_name(path)]
@@ -226,14 +221,18 @@ def read_arguments(arguments: Arguments) -> ServeArguments:
         reasoning_parser=parser_name(arguments["--reasoning-parser"]),
         adapters=adapters,
         tls=tls,
-        # No browser reaches a unix socket, so names are the proxy's to check.
-        options=server_options(arguments, allowed_hosts or ("*",)),
+        options=server_options(arguments),
     )
 
 
-def server_options(arguments: Arguments, allowed_hosts: tuple[str, ...]) -> "ServerOptions":
+def server_options(arguments: Arguments) -> "ServerOptions":
     from maxtext.inference.server.app import ServerOptions
 
+    allowed_hosts = tuple(arguments["--allowed-hosts"])
+    if arguments["--uds"] is None:
+        own_hosts = listened_names(arguments["--host"])
+    else:  # no browser reaches a unix socket, so names are the proxy's to check
+        own_hosts = () if allowed_hosts else ("*",)
     root = arguments["--lora-root"] if arguments["--allow-lora-updates"] else None
     if root is not None and not root.is_dir():
         raise ConfigError(f"--lora-root {root} is no folder")
@@ -241,6 +240,7 @@ def server_options(arguments: Arguments, allowed_hosts: tuple[str, ...]) -> "Ser
         api_keys=arguments["--api-key"],
         cors_origins=arguments["--cors"],
         allowed_hosts=allowed_hosts,
+        own_hosts=own_hosts,
         request_timeout=arguments["--request-timeout"],
         max_body=arguments["--max-body"],
         max_logprobs=arguments["--max-logprobs"],

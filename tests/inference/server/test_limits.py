@@ -19,7 +19,7 @@ from maxtext.common.errors import ConfigError
 from maxtext.inference.server import http11, lifecycle
 from maxtext.inference.server.errors import ApiError
 from maxtext.inference.server.events import error_response
-from maxtext.inference.server.lifecycle import LoadingApp, Tls
+from maxtext.inference.server.lifecycle import LoadingApp, Tls, unix_listener
 from maxtext.inference.server.middleware import KeyMiddleware, RequestMiddleware
 from tests.inference.server.raw_http import exchange, serve
 
@@ -108,6 +108,56 @@ def test_wrong_tls_files(certificate):
     ):
         with pytest.raises(ConfigError):
             tls.check()
+
+
+def test_encrypted_key_is_refused_without_a_question(certificate, tmp_path):
+    encrypted = str(tmp_path / "encrypted.pem")
+    command = ["openssl", "pkey", "-in", certificate[1], "-aes128", "-passout", "pass:x"]
+    subprocess.run([*command, "-out", encrypted], check=True, capture_output=True)
+    with pytest.raises(ConfigError, match="is encrypted: decrypt it"):
+        Tls(certificate[0], encrypted).check()
+
+
+def test_connection_without_a_tls_handshake_ends(certificate, monkeypatch):
+    """As one without headers does."""
+    monkeypatch.setattr(http11, "HEAD_SECONDS", 0.5)
+    with (
+        serve(LoadingApp(), Tls(*certificate)) as address,
+        socket.create_connection(address, timeout=20) as client,
+    ):
+        client.sendall(b"\x16\x03\x01\x02\x00")  # the begin of one
+        assert client.recv(1) == b""
+
+
+def test_path_of_a_unix_socket_is_removed_in_the_end(tmp_path):
+    path = tmp_path / "socket"
+    with unix_listener(str(path)) as listener:
+        listener.listen()
+        path.chmod(0o666)  # for a proxy
+        with pytest.raises(ConfigError, match="another server"), unix_listener(str(path)):
+            pass
+        assert path.is_socket()
+    assert not path.exists()
+
+
+def test_unix_socket_of_the_next_server_stays(tmp_path):
+    path = tmp_path / "socket"
+    with unix_listener(str(path)) as first:
+        first.close()
+        with unix_listener(str(path)) as second:
+            second.listen()
+            with socket.socket(socket.AF_UNIX) as client:
+                client.connect(str(path))
+            assert path.is_socket()
+
+
+@pytest.mark.parametrize("kind", ["file", "link"])
+def test_file_in_place_of_a_unix_socket_stays(tmp_path, kind):
+    path = tmp_path / "socket"
+    with unix_listener(str(path)):
+        path.unlink()
+        path.write_text("x") if kind == "file" else path.symlink_to("x")
+    assert path.is_file() or path.is_symlink()
 
 
 def test_metrics_can_be_protected():

@@ -121,6 +121,7 @@ class ServerOptions:
     api_keys: Sequence[str] = ()  # none: no key is needed
     cors_origins: Sequence[str] = ()
     allowed_hosts: Sequence[str] = ()  # names besides localhost and IP addresses; `*`: any
+    own_hosts: Sequence[str] = ()  # further names that Host may have, but no origin of a page
     request_timeout: float = 600.0  # seconds from arrival to the last token; 0: no limit
     max_body: int = 4 * 2**20  # bytes
     max_logprobs: int = 20
@@ -182,7 +183,8 @@ def build_app(model: ServedModel, options: ServerOptions) -> Starlette:
             allow_headers=["*"],
             expose_headers=["Retry-After", "X-Ignored-Fields", "X-Request-Id"],
         )
-    app.add_middleware(HostMiddleware, allowed_hosts=options.allowed_hosts)
+    hosts = (*options.allowed_hosts, *options.own_hosts)
+    app.add_middleware(HostMiddleware, allowed_hosts=hosts)
     app.add_middleware(
         RequestMiddleware,
         engine=model.engine,

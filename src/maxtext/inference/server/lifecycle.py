@@ -1,6 +1,7 @@
 """The server as a thread, from a bound socket to the end of its last response."""
 
 import asyncio
+import contextlib
 import os
 import socket
 import ssl
@@ -8,10 +9,10 @@ import stat
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.common.extras import require
@@ -51,7 +52,7 @@ class Tls:
             return None
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         try:
-            context.load_cert_chain(self.certificate, self.key)
+            context.load_cert_chain(self.certificate, self.key, self.refuse_password)
             if self.authorities is not None:
                 context.load_verify_locations(self.authorities)
                 context.verify_mode = ssl.CERT_REQUIRED
@@ -60,6 +61,12 @@ class Tls:
                 f"the TLS files {self.certificate} and {self.key} cannot be used: {error}"
             ) from error
         return context
+
+    def refuse_password(self) -> NoReturn:
+        """A server that is started without a terminal could ask nobody."""
+        raise ConfigError(
+            f"the TLS key {self.key} is encrypted: decrypt it, for example with openssl pkey"
+        )
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -82,11 +89,31 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-def bind_unix(path: str) -> socket.socket:
-    """A unix socket. One at this path that nobody listens on is replaced; raises ConfigError for
-    anything else at the path.
+@contextlib.contextmanager
+def unix_listener(path: str) -> Iterator[socket.socket]:
+    """A unix socket that is bound. One at this path that nobody listens on is replaced; raises
+    ConfigError for anything else at the path. In the end, the path is removed, unless it has become
+    another file, such as the socket of the next server.
     """
     file = Path(path)
+    listener = bind_unix(path, file)
+    identity = file_identity(file)
+    try:
+        yield listener
+    finally:
+        with contextlib.suppress(OSError):
+            if file_identity(file) == identity:
+                file.unlink()
+        listener.close()
+
+
+def file_identity(file: Path) -> tuple[int, int, int]:
+    """Differs between a file and a later one at its path, which may get the same inode."""
+    status = file.lstat()
+    return status.st_dev, status.st_ino, status.st_mtime_ns
+
+
+def bind_unix(path: str, file: Path) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         if file.exists():
@@ -148,11 +175,15 @@ class HttpServer:
         """Accept connections until the server should end, and give them CLOSE_SECONDS then. The
         runner cancels the tasks that remain.
         """
-        from maxtext.inference.server.http11 import HttpProtocol, ServerState
+        from maxtext.inference.server.http11 import HEAD_SECONDS, HttpProtocol, ServerState
 
         state = ServerState(self.app)
         server = await asyncio.get_running_loop().create_server(
-            lambda: HttpProtocol(state), sock=self.listener, ssl=self.tls_context, backlog=BACKLOG
+            lambda: HttpProtocol(state),
+            sock=self.listener,
+            ssl=self.tls_context,
+            backlog=BACKLOG,
+            ssl_handshake_timeout=None if self.tls_context is None else HEAD_SECONDS,
         )
         self.has_started.set()
         while not self.should_end.is_set():
