@@ -8,6 +8,7 @@ A page of another origin shows in `Origin`. A page whose name server points its 
 import ipaddress
 import re
 from collections.abc import Sequence
+from functools import lru_cache
 
 from starlette.datastructures import Headers
 from starlette.types import Scope
@@ -24,6 +25,7 @@ LABEL = re.compile(r"[a-z][a-z0-9_-]*", re.ASCII)  # a name without a dot
 # Load balancers ask for them under any name, and a page learns nothing from them.
 PROBE_PATHS = {"/health", "/ping"}
 ANY = "*"
+NUM_CACHED_HOSTS = 16  # which clients choose: few, since they may be long
 
 
 class HostMiddleware:
@@ -33,7 +35,7 @@ class HostMiddleware:
 
     def __init__(self, app: ASGIApp, allowed_hosts: Sequence[str] = ()):
         self.app = app
-        self.allowed_hosts = allowed_hosts
+        self.allowed_hosts = tuple(allowed_hosts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         is_open = scope["type"] != "http" or route_path(scope) in PROBE_PATHS
@@ -93,7 +95,8 @@ class OriginMiddleware:
         return is_own or matches_entry(netloc, self.allowed_hosts, any_port=False)
 
 
-def is_allowed_host(host: str, allowed_hosts: Sequence[str]) -> bool:
+@lru_cache(NUM_CACHED_HOSTS)
+def is_allowed_host(host: str, allowed_hosts: tuple[str, ...]) -> bool:
     """Whether a Host is an IP address, a name without a dot, or one of `allowed_hosts`: `name`,
     `.name` with its subdomains, `*` for any.
     """

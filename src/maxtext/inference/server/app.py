@@ -21,7 +21,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Match, Route
-from starlette.types import Scope
+from starlette.types import Receive, Scope
 
 from maxtext.common.errors import UserError
 from maxtext.common.log import LOGGER
@@ -195,7 +195,7 @@ def build_app(model: ServedModel, options: ServerOptions) -> Starlette:
     return app
 
 
-def on_http_error(request: Request, error: Exception) -> Response:
+async def on_http_error(request: Request, error: Exception) -> Response:
     """Errors of the routing: unknown paths and methods."""
     assert isinstance(error, HTTPException)
     path = request.scope["path"]
@@ -254,7 +254,9 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 class Endpoints:
-    """Handlers of requests. Errors are exceptions, which `on_error` turns into responses."""
+    """Handlers of requests. Errors are exceptions, which `on_error` turns into responses; it is a
+    coroutine, since starlette runs functions in threads.
+    """
 
     def __init__(self, model: ServedModel, options: ServerOptions, metrics: ServerMetrics):
         self.model = model
@@ -287,7 +289,7 @@ class Endpoints:
             ("GET", "/tokenizer_info", self.tokenizer_info),
         ]
 
-    def on_error(self, request: Request, error: Exception) -> Response:
+    async def on_error(self, request: Request, error: Exception) -> Response:
         converted = ApiError.from_exception(error, request.state.request_id)
         if converted.status in (429, 503) and converted.code:
             self.metrics.count_rejected(converted.code)
@@ -354,8 +356,7 @@ class Endpoints:
         body, pool = await self.read_body(request)
         self.model.find(body.model)
         request.state.request_id = body.request_id or request.state.request_id
-        prepare = self.prepare(body, pool, parse)
-        parsed, prepared = await run_while_connected(request.receive, prepare)
+        parsed, prepared = await self.prepare(request.receive, body, pool, parse)
         self.log_request(request.state.request_id, parsed)
         timeout = self.options.request_timeout or None
         active = ActiveRequest(self.model.engine, prepared, self.metrics, timeout)
@@ -372,10 +373,14 @@ class Endpoints:
         return await EventStreamResponse(writer.events(), on_error, headers).start()
 
     async def prepare(
-        self, body: JsonBody, pool: BoundedPool, parse: Callable[[JsonBody], ApiRequest]
+        self,
+        receive: Receive,
+        body: JsonBody,
+        pool: BoundedPool,
+        parse: Callable[[JsonBody], ApiRequest],
     ) -> tuple[ApiRequest, list[PreparedRequest]]:
         """The request of a body, and what the engine takes. Work that may take a while is left to
-        `pool`, and to threads of its own if it waits for a grammar.
+        `pool`, and to threads of its own if it waits for a grammar; it ends if the client leaves.
         """
 
         def prepare(parsed: ApiRequest) -> list[PreparedRequest]:
@@ -386,10 +391,12 @@ class Endpoints:
             return parsed, [] if has_grammar(parsed) else prepare(parsed)
 
         if pool is not self.pools.short or body.has_long_preparation:
-            parsed, prepared = await pool.run(parse_and_prepare)
+            parsed, prepared = await run_while_connected(receive, pool.run(parse_and_prepare))
         else:
             parsed, prepared = parse_and_prepare()
-        return parsed, prepared or await self.pools.grammar.run(prepare, parsed)
+        if not prepared:
+            prepared = await run_while_connected(receive, self.pools.grammar.run(prepare, parsed))
+        return parsed, prepared
 
     def log_request(self, request_id: str, parsed: ApiRequest) -> None:
         """Log the prompts, if that is wanted, and names of fields that are ignored for the first
@@ -466,11 +473,9 @@ class Endpoints:
                     if len(data) > limit:
                         raise too_large
         except TimeoutError as error:
-            message = f"the body did not come in {BODY_SECONDS:.0f} seconds"
-            raise ApiError(408, message) from error
+            raise ApiError(408, f"the body did not come in {BODY_SECONDS:.0f} seconds") from error
         except ClientDisconnect as error:
-            message = "the client closed the connection"
-            raise ApiError(CLIENT_CLOSED_REQUEST, message) from error
+            raise ApiError(CLIENT_CLOSED_REQUEST, "the client closed the connection") from error
         pool = self.pools.for_size(len(data))
         if pool is self.pools.short:
             return JsonBody.from_bytes(bytes(data)), pool
