@@ -387,8 +387,8 @@ class CompletionsWriter:
         return encode_json_in_parts(choice)
 
     async def write(self, num_tokens: int, encode: Callable[..., bytes], *args: object) -> bytes:
-        """The bytes that `encode` returns for so many tokens. It runs in a thread if they have many
-        log-probabilities.
+        """The bytes that `encode` returns for `num_tokens` tokens. It is called in a thread if the
+        tokens have many log-probabilities.
         """
         counts = self.request.logprobs, self.request.prompt_logprobs
         num_logprobs = num_tokens * max(0 if count is None else 1 + count for count in counts)

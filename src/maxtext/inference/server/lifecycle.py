@@ -95,8 +95,7 @@ def unix_listener(path: str) -> Iterator[socket.socket]:
     ConfigError for anything else at the path. In the end, the path is removed, unless it has become
     another file, such as the socket of the next server.
     """
-    file = Path(path)
-    listener = bind_unix(path, file)
+    listener, file = bind_unix(path), Path(path)
     identity = file_identity(file)
     try:
         yield listener
@@ -113,7 +112,8 @@ def file_identity(file: Path) -> tuple[int, int, int]:
     return status.st_dev, status.st_ino, status.st_mtime_ns
 
 
-def bind_unix(path: str, file: Path) -> socket.socket:
+def bind_unix(path: str) -> socket.socket:
+    file = Path(path)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         if file.exists():
