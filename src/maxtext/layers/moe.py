@@ -22,7 +22,7 @@ goes to no expert: it uses no capacity, is not counted, and routed experts add n
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -30,15 +30,17 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
+from maxtext.kernels.decode.experts import ExpertMatrix, expert_matmul, supports
 from maxtext.kernels.weight_only import QuantizedWeight, dequantize
 from maxtext.layers.adapters import adapter_inputs, use_adapter_inputs
+from maxtext.layers.context import INFERENCE, BuildContext, choose
 from maxtext.layers.inputs import EXPERT_LOAD, LOAD_BALANCE_LOSS, Aux, LayerInputs, Sublayer
 from maxtext.layers.linear import build_linear, order_weight_grads
 from maxtext.layers.lora import align, expert_adapter, layer_scale
 from maxtext.layers.mlp import combine
 from maxtext.layers.parameters import Initializer
 from maxtext.layers.routers import Routing, expert_counts, load_balance_loss
-from maxtext.layers.sorted_experts import ExpertWeights, SortedExperts
+from maxtext.layers.sorted_experts import ExpertWeights, SortedExperts, Weights, sum_choices
 from maxtext.layers.specs import MoeSpec
 from maxtext.sharding import constrain
 
@@ -169,11 +171,12 @@ class Experts(nnx.Module):
         """The experts' MLP; `apply` multiplies x, in any layout, by the named weights of its
         experts.
         """
-        branches = [tag(apply(name, x), name) for name in self.branches]
-        hidden = combine(
-            self.spec.activations, branches, self.spec.limit, self.spec.float32
-        ).astype(self.dtype)
-        return tag(apply("wo", hidden), "wo")
+        hidden = self.activate([tag(apply(name, x), name) for name in self.branches])
+        return tag(apply("wo", hidden.astype(self.dtype)), "wo")
+
+    def activate(self, branches: Sequence[jax.Array]) -> jax.Array:
+        spec = self.spec
+        return combine(spec.activations, branches, spec.limit, spec.float32)
 
     def batched(self, x: jax.Array) -> jax.Array:
         """x [X, B, C, E] -> [X, B, C, E]."""
@@ -186,6 +189,13 @@ def tag(x: jax.Array, name: str) -> jax.Array:
 
 
 class Moe(Sublayer):
+    name = "plain"
+    mode: str | None = None
+
+    @classmethod
+    def unsupported_reason(cls, spec: MoeSpec, context: BuildContext) -> str | None:
+        return None
+
     def __init__(self, initializer: Initializer, spec: MoeSpec, embed_dim: int, dtype: DTypeLike):
         self.spec = spec
         self.dtype = dtype
@@ -218,6 +228,21 @@ class Moe(Sublayer):
     ) -> tuple[jax.Array, Aux]:
         """x [B, S, E] -> [B, S, E]. The router reads `router_input`, by default x."""
         real = None if inputs.segments is None else inputs.segments > 0
+        return self.mix_experts(x, inputs, router_input, real)
+
+    def decode(
+        self, x: jax.Array, inputs: LayerInputs, router_input: jax.Array | None = None
+    ) -> tuple[jax.Array, Aux]:
+        return self(x, inputs, router_input)
+
+    def mix_experts(
+        self,
+        x: jax.Array,
+        inputs: LayerInputs,
+        router_input: jax.Array | None,
+        real: jax.Array | None,
+    ) -> tuple[jax.Array, Aux]:
+        """The output for the tokens that are `real` [B, S], all if it is None."""
         routing = self.router(x if router_input is None else router_input)
         y = self.sum_adapters(x, routing, real)
         if self.shared is not None:
@@ -247,11 +272,14 @@ class Moe(Sublayer):
 
         return jax.lax.fori_loop(0, slots + 1, add_slot, jnp.zeros(x.shape, self.dtype))
 
+    def expert_ids(self, routing: Routing, real: jax.Array | None) -> jax.Array:
+        """[B, S, k]: the selected experts; X, which is none, for padding."""
+        if real is None:
+            return routing.indices
+        return jnp.where(real[..., None], routing.indices, self.spec.router.experts)
+
     def sparse(self, x: jax.Array, routing: Routing, real: jax.Array | None) -> jax.Array:
-        expert_ids = routing.indices
-        if real is not None:
-            no_expert = self.spec.router.experts
-            expert_ids = jnp.where(real[..., None], expert_ids, no_expert)
+        expert_ids = self.expert_ids(routing, real)
         layers = self.experts.layers
         weights = {name: layer.weights for name, layer in layers.items()}
         axes = {name: layer.weight_axes(weights[name]) for name, layer in layers.items()}
@@ -322,10 +350,69 @@ class Moe(Sublayer):
         return aux
 
 
+class DecodeMoe(Moe):
+    """For inference on one NVIDIA GPU: where tokens are few, as in decode steps, a kernel reads the
+    weights of the selected experts only."""
+
+    name = "kernel for selected experts"
+    mode = INFERENCE
+
+    @classmethod
+    def unsupported_reason(cls, spec: MoeSpec, context: BuildContext) -> str | None:
+        if spec.method != "sparse" or not spec.grouped_kernel or spec.buffer_factor is not None:
+            return "runs sparse experts that drop no token, by kernels"
+        if context.dtype != "bfloat16":
+            return "needs dtype=bfloat16"
+        return context.single_gpu_unsupported_reason()
+
+    def decode(
+        self, x: jax.Array, inputs: LayerInputs, router_input: jax.Array | None = None
+    ) -> tuple[jax.Array, Aux]:
+        """Idle rows, which have position -1, select no expert."""
+        return self.mix_experts(x, inputs, router_input, inputs.positions >= 0)
+
+    def sparse(self, x: jax.Array, routing: Routing, real: jax.Array | None) -> jax.Array:
+        expert_ids = self.expert_ids(routing, real)
+        weights = {name: layer.weights for name, layer in self.experts.layers.items()}
+        if not all(is_supported(part, expert_ids.size) for part in weights.values()):
+            return super().sparse(x, routing, real)
+        outputs = self.selected(x, expert_ids, routing.weights, weights)
+        has_expert = (expert_ids < self.spec.router.experts)[..., None]
+        outputs = jnp.where(has_expert, outputs.reshape(*expert_ids.shape, -1), 0)
+        return sum_choices(outputs, routing.weights, self.spec, self.sum_dtype).astype(self.dtype)
+
+    def selected(
+        self, x: jax.Array, expert_ids: jax.Array, router_weights: jax.Array, weights: Weights
+    ) -> jax.Array:
+        """[T k, E]: the outputs of the selected experts, undefined where there is none."""
+        rows = x.reshape(-1, x.shape[-1])
+        if self.spec.apply_router_weight_on_input:
+            factors = router_weights.reshape(len(rows), -1, 1).astype(rows.dtype)
+            rows = (rows[:, None] * factors).reshape(-1, x.shape[-1])
+        ids = expert_ids.reshape(-1)
+        matrices = {
+            name: ExpertMatrix(part.weight, part.scale, part.bias) for name, part in weights.items()
+        }
+        branches = [matrices[name] for name in self.experts.branches]
+        hidden = expert_matmul(rows, ids, branches, self.experts.activate)
+        return expert_matmul(hidden, ids, [matrices["wo"]], lambda products: products[0])
+
+
+def is_supported(weights: ExpertWeights, assignments: int) -> bool:
+    """Whether the kernel for few rows takes these weights."""
+    weight = weights.weight
+    dtypes = jnp.bfloat16, weight.dtype
+    return weights.lora_a is None and supports(assignments, weight.shape, *dtypes)
+
+
+MOES: tuple[type[Moe], ...] = (DecodeMoe, Moe)
+
+
 def expert_capacity(length: int, topk: int, experts: int, factor: float) -> int:
     """The number of tokens of a sequence that an expert processes."""
     return int(max(math.ceil(length * topk / experts) * factor, factor))
 
 
 def build(spec: MoeSpec, initializer: Initializer, embed_dim: int, dtype: DTypeLike) -> Moe:
-    return Moe(initializer, spec, embed_dim, dtype)
+    choice = choose(MOES, spec, initializer.context)
+    return choice.implementation(initializer, spec, embed_dim, dtype)

@@ -25,7 +25,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
+from maxtext.kernels.decode.router import MAX_EXPERTS, select_experts
 from maxtext.layers.adapters import LayerAdapter, adapter_inputs
+from maxtext.layers.context import INFERENCE, BuildContext, choose
 from maxtext.layers.lora import LowRank, down_project
 from maxtext.layers.norms import Norm
 from maxtext.layers.parameters import Initializer
@@ -43,6 +45,13 @@ class Routing(NamedTuple):
 
 class Router(nnx.Module):
     """x [B, S, E] -> Routing."""
+
+    name = "plain"
+    mode: str | None = None
+
+    @classmethod
+    def unsupported_reason(cls, spec: RouterSpec, context: BuildContext) -> str | None:
+        return None
 
     def __init__(
         self, initializer: Initializer, spec: RouterSpec, embed_dim: int, dtype: DTypeLike
@@ -67,11 +76,12 @@ class Router(nnx.Module):
         )
 
     def __call__(self, x: jax.Array) -> Routing:
+        return self.route(self.logits(x))
+
+    def route(self, logits: jax.Array) -> Routing:
+        """logits [B, S, X] of float32."""
         spec = self.spec
-        logits = self.logits(x)
-        scores = (
-            jax.nn.sigmoid(logits) if spec.score == "sigmoid" else jax.nn.softmax(logits, axis=-1)
-        )
+        scores = self.scores(logits)
         indices = self.select(logits, scores)
         if spec.score == "softmax_of_topk":
             weights = jax.nn.softmax(jnp.take_along_axis(logits, indices, axis=-1), axis=-1)
@@ -80,12 +90,22 @@ class Router(nnx.Module):
         if spec.normalise:
             # All sigmoids may round to zero.
             weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
-        weights = weights * spec.scaling
-        if self.expert_scale is not None:
-            weights = weights * jnp.take(self.expert_scale[...].astype(jnp.float32), indices)
-        if spec.score == "sigmoid":
-            scores = scores / (jnp.sum(scores, axis=-1, keepdims=True) + 1e-20)
-        return Routing(indices, weights, scores)
+        weights = self.scale_experts(weights * spec.scaling, indices)
+        return Routing(indices, weights, self.probabilities(scores))
+
+    def scores(self, logits: jax.Array) -> jax.Array:
+        is_sigmoid = self.spec.score == "sigmoid"
+        return jax.nn.sigmoid(logits) if is_sigmoid else jax.nn.softmax(logits, axis=-1)
+
+    def scale_experts(self, weights: jax.Array, indices: jax.Array) -> jax.Array:
+        if self.expert_scale is None:
+            return weights
+        return weights * jnp.take(self.expert_scale[...].astype(jnp.float32), indices)
+
+    def probabilities(self, scores: jax.Array) -> jax.Array:
+        if self.spec.score != "sigmoid":
+            return scores
+        return scores / (jnp.sum(scores, axis=-1, keepdims=True) + 1e-20)
 
     def logits(self, x: jax.Array) -> jax.Array:
         """[B, S, X] of float32, computed in the router's dtype."""
@@ -132,6 +152,40 @@ class Router(nnx.Module):
         top_groups = jax.lax.top_k(group_scores, self.spec.topk_groups)[1]
         selected = jnp.any(top_groups[..., None] == jnp.arange(self.spec.groups), axis=-2)
         return jnp.where(selected[..., None], grouped, -jnp.inf).reshape(values.shape)
+
+
+class KernelRouter(Router):
+    """For inference on one NVIDIA GPU: one kernel selects the experts of a token."""
+
+    name = "kernel"
+    mode = INFERENCE
+
+    @classmethod
+    def unsupported_reason(cls, spec: RouterSpec, context: BuildContext) -> str | None:
+        if spec.groups > 1 or spec.random:
+            return "selects among all experts, by their logits"
+        if spec.experts > MAX_EXPERTS:
+            return f"selects among {MAX_EXPERTS} experts or fewer"
+        if context.dtype != "bfloat16":
+            return "needs dtype=bfloat16"
+        return context.single_gpu_unsupported_reason()
+
+    def route(self, logits: jax.Array) -> Routing:
+        spec = self.spec
+        bias = self.bias if spec.bias == "selection" else None
+        indices, weights = (
+            part.reshape(*logits.shape[:-1], spec.topk)
+            for part in select_experts(
+                logits.reshape(-1, spec.experts),
+                spec.topk,
+                score=spec.score,
+                bias=None if bias is None else bias[...],
+                normalise=spec.normalise,
+                scaling=spec.scaling,
+            )
+        )
+        weights = self.scale_experts(weights, indices)
+        return Routing(indices, weights, self.probabilities(self.scores(logits)))
 
 
 class LoRARouter(LowRank, Router):
@@ -228,9 +282,13 @@ def updated_bias(bias: jax.Array, load: jax.Array, rate: float) -> jax.Array:
     return bias + rate * jnp.sign(jnp.mean(load, axis=-1, keepdims=True) - load)
 
 
+ROUTERS: tuple[type[Router], ...] = (KernelRouter, Router)
+
+
 def build(spec: RouterSpec, initializer: Initializer, embed_dim: int, dtype: DTypeLike) -> Router:
     adapters = initializer.context.adapters
     adapter = None if adapters is None else adapters.at(initializer.paths)
     if adapter is None:
-        return Router(initializer, spec, embed_dim, dtype)
+        choice = choose(ROUTERS, spec, initializer.context)
+        return choice.implementation(initializer, spec, embed_dim, dtype)
     return LoRARouter(initializer, spec, embed_dim, dtype, adapter)

@@ -160,10 +160,7 @@ class SortedExperts:
             rows = grouped_matmul.zero_ungrouped_rows(rows, permutation)
         rows = run_experts(rows, permutation)
         outputs = unpermute(rows, permutation).reshape(*expert_ids.shape, -1)
-        outputs = outputs.astype(self.sum_dtype)
-        if not spec.apply_router_weight_on_input:
-            outputs = outputs * router_weights[..., None].astype(self.sum_dtype)
-        return jnp.sum(outputs, axis=-2)
+        return sum_choices(outputs, router_weights, spec, self.sum_dtype)
 
     def on_mesh(
         self,
@@ -390,6 +387,14 @@ class ExpertSharding:
         used = manual.used_axes(self.activation_split)
         remaining = tuple(axis for axis in self.hidden_axes if axis not in used)
         return jax.lax.psum(y, remaining) if remaining else y
+
+
+def sum_choices(outputs: Array, router_weights: Array, spec: MoeSpec, dtype: DTypeLike) -> Array:
+    """[B, S, E] in `dtype`: the weighted sum of the experts' outputs [B, S, k, E]."""
+    outputs = outputs.astype(dtype)
+    if not spec.apply_router_weight_on_input:
+        outputs = outputs * router_weights[..., None].astype(dtype)
+    return jnp.sum(outputs, axis=-2)
 
 
 def take_by_row(values: Array, order: Order) -> Array:

@@ -25,11 +25,13 @@ from maxtext.layers.inputs import LayerInputs
 from maxtext.layers.linear import Linear, build_linear, order_weight_grads, project
 from maxtext.layers.lora import SavedCopies, freeze_base
 from maxtext.layers.mlp import MLPS
+from maxtext.layers.moe import MOES
 from maxtext.layers.multi_token import MultiToken, MultiTokenSpec
 from maxtext.layers.norms import Norm
 from maxtext.layers.parameters import Initializer, Quantize, Template
-from maxtext.layers.specs import AttentionSpec, LayerSpec, MlpSpec, NormSpec
+from maxtext.layers.specs import AttentionSpec, LayerSpec, MlpSpec, MoeSpec, NormSpec
 from maxtext.layers.stack import RESIDUAL_AXES, RematTensors, Stack
+from maxtext.models.capabilities import find_specs
 from maxtext.models.common import norm_spec
 from maxtext.models.head_loss import HEAD_LOSSES, HeadSpec
 from maxtext.models.registry import family, layers, segments
@@ -356,11 +358,16 @@ def implementations(config: MaxTextConfig, context: BuildContext) -> dict[str, s
     specs = [layer for layer in layers(config) if isinstance(layer, LayerSpec)]
     attention = [layer.attention for layer in specs if isinstance(layer.attention, AttentionSpec)]
     mlps = [layer.mlp for layer in specs if isinstance(layer.mlp, MlpSpec)]
+    experts = list(find_specs(layers(config), MoeSpec))
     parts: dict[str, tuple[Sequence[Any], list[Any]]] = {"layers": (BLOCKS, specs)}
     if context.mode == TRAIN:
         parts["head loss"] = (HEAD_LOSSES, [head_spec(config)])
     else:
-        parts |= {"attention": (ATTENTIONS, attention), "MLP": (MLPS, mlps)}
+        parts |= {
+            "attention": (ATTENTIONS, attention),
+            "MLP": (MLPS, mlps),
+            "experts": (MOES, experts),
+        }
     return {
         part: describe_choices([choose(table, spec, context) for spec in part_specs])
         for part, (table, part_specs) in parts.items()

@@ -1,5 +1,7 @@
 """The feed-forward of Gemma 4: an MLP and experts in parallel."""
 
+from collections.abc import Callable
+
 import jax
 from jax.typing import DTypeLike
 
@@ -19,8 +21,19 @@ class GemmaFeedForward(Sublayer):
         self.post_sparse_norm = Norm(initializer, spec.norm, embed_dim, dtype)
 
     def __call__(self, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Aux]:
+        return self.add_both(self.sparse, x, inputs)
+
+    def decode(self, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Aux]:
+        return self.add_both(self.sparse.decode, x, inputs)
+
+    def add_both(
+        self,
+        sparse_forward: Callable[..., tuple[jax.Array, Aux]],
+        x: jax.Array,
+        inputs: LayerInputs,
+    ) -> tuple[jax.Array, Aux]:
         dense, _ = self.dense(self.dense_norm(x), inputs)
-        sparse, aux = self.sparse(self.sparse_norm(x), inputs, router_input=x)
+        sparse, aux = sparse_forward(self.sparse_norm(x), inputs, router_input=x)
         return self.post_dense_norm(dense) + self.post_sparse_norm(sparse), aux
 
 

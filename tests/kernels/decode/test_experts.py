@@ -1,0 +1,109 @@
+"""Matmuls of few rows with chosen experts against numpy in float64; interpreted unless there is a
+GPU.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxtext.kernels.decode import experts
+from maxtext.kernels.decode.experts import ExpertMatrix, expert_matmul
+
+GPU = jax.default_backend() == "gpu"
+
+
+def draw(*shape, seed=0, dtype=jnp.bfloat16):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
+
+
+def float64(x):
+    return np.asarray(x, np.float64)
+
+
+def choose_experts(rows, choices, count):
+    random = np.random.default_rng(1)
+    return np.stack([random.permutation(count)[:choices] for _ in range(rows)])
+
+
+def expected_product(x, expert_ids, matrix):
+    """[A, N], zeros where there is no expert."""
+    weight, per_row = float64(matrix.weight), expert_ids.size // len(x)
+    products = np.zeros((expert_ids.size, weight.shape[-1]))
+    for index, expert in enumerate(expert_ids.reshape(-1)):
+        if expert < len(weight):
+            product = float64(x[index // per_row]) @ weight[expert]
+            scale = 1 if matrix.scale is None else float64(matrix.scale[expert])
+            bias = 0 if matrix.bias is None else float64(matrix.bias[expert])
+            products[index] = product * scale + bias
+    return products
+
+
+@pytest.mark.parametrize(
+    ("rows", "choices", "count", "depth", "columns"),
+    [
+        (1, 4, 8, 64, 96),
+        (5, 4, 32, 128, 64),
+        (20, 2, 4, 64, 160),  # more assignments than experts, and more than a tile has rows
+        (40, 3, 3, 96, 64),
+    ],
+    ids=["one row", "programs by assignment", "programs by expert", "every expert"],
+)
+def test_gated_product(rows, choices, count, depth, columns):
+    x = draw(rows, depth)
+    expert_ids = choose_experts(rows, choices, count)
+    if rows > 1:
+        expert_ids[1] = count  # a row without experts
+    gate, up = (
+        ExpertMatrix(
+            draw(count, depth, columns, seed=seed) / 8, bias=draw(count, columns, seed=seed + 9)
+        )
+        for seed in (2, 3)
+    )
+    actual = expert_matmul(
+        x,
+        jnp.asarray(expert_ids.reshape(-1)),
+        [gate, up],
+        lambda products: jax.nn.silu(products[0]) * products[1],
+        interpret=not GPU,
+    )
+    gated, linear = (expected_product(x, expert_ids, matrix) for matrix in (gate, up))
+    expected = gated / (1 + np.exp(-gated)) * linear
+    has_expert = expert_ids.reshape(-1) < count
+    np.testing.assert_allclose(
+        float64(actual)[has_expert],
+        expected[has_expert],
+        rtol=2**-7,
+        atol=2**-8 * np.abs(expected).max(),
+    )
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+def test_weights_of_one_byte_with_scales(dtype):
+    """Each assignment has an input row of its own, as the hidden states of experts have."""
+    expert_ids = choose_experts(6, 2, 4).reshape(-1)
+    x = draw(len(expert_ids), 64)
+    weight = jnp.round(20 * draw(4, 64, 64, seed=5, dtype=jnp.float32)).astype(dtype)
+    matrix = ExpertMatrix(weight, scale=jnp.abs(draw(4, 64, seed=6, dtype=jnp.float32)) / 100)
+    actual = expert_matmul(
+        x, jnp.asarray(expert_ids), [matrix], lambda products: products[0], interpret=not GPU
+    )
+    expected = expected_product(x, expert_ids, matrix)
+    np.testing.assert_allclose(
+        float64(actual), expected, rtol=2**-7, atol=2**-8 * np.abs(expected).max()
+    )
+
+
+@pytest.mark.parametrize(
+    ("assignments", "shape", "dtype", "weight_dtype", "supported"),
+    [
+        (8, (128, 2048, 768), "bfloat16", "bfloat16", True),
+        (8, (32, 2880, 2880), "bfloat16", "int8", True),
+        (4096, (128, 2048, 768), "bfloat16", "bfloat16", False),
+        (8, (128, 2048, 750), "bfloat16", "bfloat16", False),
+        (8, (128, 2048, 768), "float32", "float32", False),
+        (8, (256, 7168, 2048), "bfloat16", "bfloat16", False),  # indices have 31 bits
+    ],
+)
+def test_supports(assignments, shape, dtype, weight_dtype, supported):
+    assert experts.supports(assignments, shape, dtype, weight_dtype) == supported
