@@ -98,6 +98,7 @@ SINGLE = TINY | {
     "use_ragged_attention": True,
 }
 ALL = {"norm_qkv_rope", "norm_gate_up", "gemv_add", "gemv"}
+SPLIT = {"norm_gemv", "split_qkv"}
 POST_NORMS = {
     "use_post_attn_norm": True,
     "use_post_ffw_norm": True,
@@ -105,12 +106,25 @@ POST_NORMS = {
 }
 FAMILIES = {
     "llama": ({"decoder_block": "llama2"}, ALL),
-    "QK norm": ({"decoder_block": "qwen3", "use_qk_norm": True}, ALL - {"norm_qkv_rope"}),
+    "QK norm": (
+        {"decoder_block": "qwen3", "use_qk_norm": True},
+        SPLIT | ALL - {"norm_qkv_rope"},
+    ),
+    "experts": (
+        {
+            "decoder_block": "qwen3_moe",
+            "use_qk_norm": True,
+            "base_mlp_dim": None,
+            "base_moe_mlp_dim": 64,
+            **EXPERTS,
+        },
+        SPLIT | {"gemv_add", "gemv", "select_experts", "expert_matmul"},
+    ),
     "tied, gelu": ({"decoder_block": "gemma", "logits_via_embedding": True}, ALL - {"gemv"}),
-    "post-norms": ({"decoder_block": "gemma2", **POST_NORMS}, {"gemv"}),
-    "one branch, biases": ({"decoder_block": "gpt3"}, {"gemv"}),
+    "post-norms": ({"decoder_block": "gemma2", **POST_NORMS}, ALL - {"gemv_add"}),
+    "one branch, biases": ({"decoder_block": "gpt3"}, {"gemv", "split_qkv"}),
     "int8 cache": ({"decoder_block": "llama2", "quantize_kvcache": True}, ALL),
-    "float32": ({"decoder_block": "llama2", "dtype": "float32"}, set()),
+    "float32": ({"decoder_block": "llama2", "dtype": "float32"}, {"split_qkv"}),
 }
 
 
@@ -141,14 +155,57 @@ def check_greedy(prompts, keys):
 @pytest.mark.slow
 def test_single_row(kernels, keys, expected):
     check_greedy(np.random.default_rng(0).integers(0, 64, (1, 9)), keys)
-    assert kernels & ALL == expected
+    others = {"paged_attention", "combine_attention_spans"}
+    assert kernels - others == expected
 
 
 @pytest.mark.slow
 def test_several_rows(kernels):
     check_greedy(np.random.default_rng(1).integers(0, 64, (3, 7)), {})
-    assert "split_qkv_rope" in kernels
+    assert "split_qkv" in kernels
     assert not kernels & ALL
+
+
+EXPERT_SHAPE = {"base_emb_dim": 64, "base_moe_mlp_dim": 32, "num_experts": 6, "scan_layers": False}
+EXPERT_FAMILIES = {
+    "mixtral": {"decoder_block": "mixtral", "base_mlp_dim": 32, "num_experts_per_tok": 2},
+    "limits, biases, sinks": {
+        "base_mlp_dim": None,
+        "decoder_block": "gpt_oss",
+        "num_experts_per_tok": 4,
+        "mlp_activations": ["sigmoid", "linear"],
+        "mlp_activations_limit": 7.0,
+        "mlp_bias": True,
+        "routed_bias": True,
+        "attention_bias": True,
+        "attention_sink": True,
+        "base_num_decoder_layers": 2,
+        "sliding_window_size": 16,
+    },
+    "shared experts": {
+        "decoder_block": "deepseek",
+        "num_experts_per_tok": 3,
+        "shared_experts": 1,
+        "first_num_dense_layers": 1,
+        "base_num_decoder_layers": 2,
+    },
+    "router weights on inputs": {
+        "base_mlp_dim": None,
+        "decoder_block": "llama4",
+        "num_experts_per_tok": 1,
+        "chunk_attn_window_size": 16,
+    },
+}
+
+
+@pytest.mark.representative("mixtral", "limits, biases, sinks")
+@pytest.mark.parametrize("keys", EXPERT_FAMILIES.values(), ids=list(EXPERT_FAMILIES))
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [1, 3])
+def test_experts(kernels, keys, rows):
+    prompts = np.random.default_rng(3).integers(0, 64, (rows, 7))
+    check_greedy(prompts, EXPERT_SHAPE | keys)
+    assert "expert_matmul" in kernels
 
 
 @pytest.mark.slow

@@ -18,14 +18,17 @@ from maxtext.kernels.attention import (
     AttentionInputs,
 )
 from maxtext.kernels.decode import paged_attention
+from maxtext.kernels.decode.qkv import HeadNorm, QkvNorms, Rope, split_qkv
 from maxtext.kernels.moba import moba_selection
 from maxtext.layers.attention_sharding import attend
 from maxtext.layers.cache import (
     CacheConfig,
     KVCache,
     PagedKVCache,
+    SlidingWindowKVCache,
     empty_kv_cache,
     mark_nonfinite,
+    ring_size,
     round_trip,
     update_cache,
 )
@@ -69,9 +72,14 @@ def paged_kernel_unsupported_reason(spec: AttentionSpec, cache_config: CacheConf
     context = cache_config.context
     if context.num_devices > 1:
         return "the kernel for paged attention runs on one device"
-    block_size = cache_config.tokens_per_block
+    mask, block_size = spec.mask, cache_config.tokens_per_block
+    num_tokens = cache_config.total_blocks * block_size
+    if (size := ring_size(mask, cache_config.length)) is not None:
+        if mask.window and mask.chunk:
+            return "it has no mask of both a window and a chunk"
+        block_size, num_tokens = size, cache_config.slots * size
     dtype = jnp.dtype(cache_config.quantized or cache_config.dtype)
-    num_bytes = cache_config.total_blocks * block_size * spec.kv_heads * spec.head_dim
+    num_bytes = num_tokens * spec.kv_heads * spec.head_dim
     if dtype.itemsize == 1 and 2**31 < num_bytes <= 2**32:
         return f"it cannot address {num_bytes} bytes of keys"
     return paged_attention.unsupported_reason(
@@ -234,27 +242,38 @@ class Attention(Sublayer):
     def attend_in_place(
         self, q: jax.Array, k: jax.Array, v: jax.Array, inputs: LayerInputs
     ) -> tuple[jax.Array, Aux]:
-        """The context of one token a row, by the kernel that reads and writes the blocks in place.
-
-        Paged caches hold full-attention layers only, so no window mask is applied.
+        """The context of one token a row, by the kernel that reads and writes the cache in place:
+        blocks, which have no window mask, since full-attention layers alone have them, or a ring
+        buffer for each row.
         """
         spec, cache = self.spec, inputs.cache
-        assert inputs.block_table is not None
+        is_ring = isinstance(cache, SlidingWindowKVCache)
+        pool = cache.arrays if is_ring else cache.blocks
+        block_table, groups = inputs.block_table, inputs.prefix_groups
+        ring: paged_attention.Ring | None = None
+        if is_ring:
+            block_table, groups = jnp.arange(q.shape[0], dtype=jnp.int32)[:, None], None
+            ring = "chunk" if spec.mask.chunk else "window"
+        assert block_table is not None
         q, k, v = self.constrain_qkv(q, k, v, inputs)
-        stored, _ = round_trip(cache.blocks, {KEY: k, VALUE: v})
-        context, blocks = paged_attention.paged_attention(
+        stored, _ = round_trip(pool, {KEY: k, VALUE: v})
+        context, written = paged_attention.paged_attention(
             q[:, 0],
             {name: array[:, 0] for name, array in stored.items()},
-            cache.blocks,
-            inputs.block_table,
+            pool,
+            block_table,
             inputs.positions[:, 0],
             scale=spec.scale,
             soft_cap=spec.soft_cap,
             sinks=None if self.sinks is None else self.sinks[...],
-            groups=inputs.prefix_groups,
+            groups=groups,
             tile_size=spec.paged_kernel_block or paged_attention.TILE_SIZE,
+            ring=ring,
         )
-        aux: Aux = {"cache": replace(cache, blocks=blocks)}
+        if is_ring:
+            aux: Aux = {"cache": cache.with_token(written, inputs.positions[:, 0])}
+        else:
+            aux = {"cache": replace(cache, blocks=written)}
         return self.constrain_context(context[:, None]), aux
 
     def constrain_qkv(self, q: jax.Array, k: jax.Array, v: jax.Array, inputs: LayerInputs) -> QKV:
@@ -290,7 +309,8 @@ class Attention(Sublayer):
 
 
 def attends_in_place(inputs: LayerInputs) -> bool:
-    return isinstance(inputs.cache, PagedKVCache) and inputs.cache.in_place
+    is_kv_cache = isinstance(inputs.cache, PagedKVCache | SlidingWindowKVCache)
+    return is_kv_cache and inputs.cache.in_place
 
 
 class PackedAttention(Attention):
@@ -321,18 +341,35 @@ class PackedAttention(Attention):
         return outputs[0], outputs[1], outputs[-1]
 
     def decode(self, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Aux]:
-        spec = self.spec
-        if spec.fused_rope_unsupported_reason is not None or not attends_in_place(inputs):
+        if self.spec.split_qkv_unsupported_reason is not None or not attends_in_place(inputs):
             return super().decode(x, inputs)
-        assert spec.rope is not None
-        cos_sin = rope_cos_sin(inputs.positions, spec.rope, spec.head_dim)
-        cos, sin = (part[:, 0, 0] for part in cos_sin)
-        qkv = self.packed_qkv.matmul(x[:, 0])
-        heads = (spec.query_heads, spec.kv_heads)
-        q, k, v = paged_attention.split_qkv_rope(qkv, cos, sin, heads)
-        q, k, v = q[:, None], k[:, None], v[:, None]
+        q, k, v = self.split(self.packed_qkv.matmul(x[:, 0]), inputs)
         context, aux = self.attend_in_place(q, k, v, inputs)
         return self.project_out(context, x), aux
+
+    def split(self, qkv: jax.Array, inputs: LayerInputs) -> QKV:
+        """q, k and v [B, 1, heads, D] of packed projections [B, N] of one token a row, after norms
+        and RoPE."""
+        spec, rope, norms = self.spec, None, QkvNorms()
+        if spec.rope is not None:
+            cos, sin = rope_cos_sin(inputs.positions, spec.rope, spec.head_dim)
+            rope = Rope(cos[:, 0, 0], sin[:, 0, 0], spec.rope.interleave)
+        if spec.qk_norm:
+            norms = QkvNorms(
+                head_norm(self.query_norm),
+                head_norm(self.key_norm),
+                after_rope=spec.qk_norm_over == "rotated",
+            )
+        if spec.value_norm:
+            norms = replace(norms, value=head_norm(self.value_norm))
+        heads = (spec.query_heads, spec.kv_heads)
+        q, k, v = split_qkv(qkv, heads, rope, norms, spec.shared_kv)
+        return q[:, None], k[:, None], v[:, None]
+
+
+def head_norm(norm: Norm) -> HeadNorm:
+    scale = None if norm.scale is None else norm.scale[...]
+    return HeadNorm(norm.spec.epsilon, scale, 1.0 if norm.spec.offset else 0.0)
 
 
 ATTENTIONS: tuple[type[Attention], ...] = (PackedAttention, Attention)

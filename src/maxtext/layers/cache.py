@@ -173,11 +173,23 @@ def read_blocks(blocks: jax.Array, columns: jax.Array, kv_len: int) -> jax.Array
 class SlidingWindowKVCache:
     arrays: Arrays  # name -> [B, W, ...]
     position: jax.Array  # [B, W], -1: empty
+    # Whether decode steps read and write the arrays in place, by the kernel for paged attention.
+    in_place: bool = field(default=False, metadata={"static": True})
 
     @classmethod
-    def empty(cls, cache_config: CacheConfig, shapes: Shapes, window: int):
+    def empty(
+        cls, cache_config: CacheConfig, shapes: Shapes, window: int, in_place: bool = False
+    ) -> "SlidingWindowKVCache":
         arrays = empty_arrays(cache_config.slots, window, cache_config, shapes)
-        return cls(arrays, jnp.full((cache_config.slots, window), -1, jnp.int32))
+        position = jnp.full((cache_config.slots, window), -1, jnp.int32)
+        return cls(arrays, position, in_place)
+
+    def with_token(self, arrays: Arrays, positions: jax.Array) -> "SlidingWindowKVCache":
+        """The cache with `arrays` into which a token at positions [B] was written."""
+        row, size = jnp.arange(positions.shape[0]), self.position.shape[1]
+        index = jnp.where(positions >= 0, positions % size, size)  # out of bounds: not written
+        position = self.position.at[row, index].set(positions, mode="drop")
+        return replace(self, arrays=arrays, position=constrain_cache("position", position))
 
     def rows(self, slots: jax.Array) -> "SlidingWindowKVCache":
         return jax.tree.map(lambda x: x[slots], self)
@@ -200,9 +212,10 @@ class SlidingWindowKVCache:
         def write(old: jax.Array, value: jax.Array) -> jax.Array:
             return old.at[row, index].set(value, mode="drop")
 
-        cache = SlidingWindowKVCache(
-            {n: constrain_cache(n, write(self.arrays[n], x)) for n, x in stored.items()},
-            constrain_cache("position", write(self.position, positions)),
+        cache = replace(
+            self,
+            arrays={n: constrain_cache(n, write(self.arrays[n], x)) for n, x in stored.items()},
+            position=constrain_cache("position", write(self.position, positions)),
         )
         if inputs.is_first_chunk:
             # Nothing of a sequence that had these rows before may stay visible.
@@ -243,12 +256,16 @@ def empty_kv_cache(
     """An empty cache of named arrays; `shapes` are those of one token.
 
     A ring buffer if a query never attends to all `cache_config.length` tokens, else blocks."""
-    window = min(
-        cache_config.length, mask.window or cache_config.length, mask.chunk or cache_config.length
-    )
-    if window < cache_config.length:
-        return SlidingWindowKVCache.empty(cache_config, shapes, window)
+    size = ring_size(mask, cache_config.length)
+    if size is not None:
+        return SlidingWindowKVCache.empty(cache_config, shapes, size, in_place)
     return PagedKVCache.empty(cache_config, shapes, in_place)
+
+
+def ring_size(mask: AttentionMask, length: int) -> int | None:
+    """The most tokens that a query attends to; None if these are all of `length` tokens."""
+    size = min(length, mask.window or length, mask.chunk or length)
+    return size if size < length else None
 
 
 def update_cache(new: Arrays, inputs: LayerInputs) -> tuple[KVView, Aux]:

@@ -7,8 +7,8 @@ import math
 import jax
 
 from maxtext.kernels.decode import gemv
-from maxtext.layers.attention import attends_in_place
-from maxtext.layers.block import Block
+from maxtext.layers.attention import QKV, attends_in_place
+from maxtext.layers.block import Block, normalize
 from maxtext.layers.context import INFERENCE, BuildContext
 from maxtext.layers.inputs import Aux, LayerInputs
 from maxtext.layers.linear import Linear
@@ -32,21 +32,31 @@ class GemvAttentionBlock(Block):
         return attention_unsupported_reason(spec, context)
 
     def decode_attention(self, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Aux]:
-        attention, norm = self.attention, self.attention_norm
+        attention = self.attention
         if not attends_in_place(inputs):
             return super().decode_attention(x, inputs)
-        spec: AttentionSpec = attention.spec
-        assert spec.rope is not None
+        q, k, v = self.project_qkv(x, inputs)
+        context, aux = attention.attend_in_place(q, k, v, inputs)
+        if attention.out.bias is None:
+            return add_projection(attention.out, context, x, self.post_attention_norm), aux
+        attn_out = attention.project_out(context, x)
+        return x + normalize(self.post_attention_norm, attn_out), aux
+
+    def project_qkv(self, x: jax.Array, inputs: LayerInputs) -> QKV:
+        attention, norm = self.attention, self.attention_norm
         assert norm is not None
+        spec: AttentionSpec = attention.spec
+        weight, bias = attention.packed_qkv.weight[...], attention.packed_qkv.bias
+        if spec.fused_rope_unsupported_reason is not None:
+            bias = None if bias is None else bias[...]
+            qkv = gemv.norm_gemv(normed_input(norm, x), weight, bias)
+            return attention.split(qkv[None], inputs)
+        assert spec.rope is not None
         cos_sin = rope_cos_sin(inputs.positions, spec.rope, spec.head_dim)
         cos, sin = (part[0, 0, 0] for part in cos_sin)
         heads = spec.query_heads, spec.kv_heads
-        qkv = gemv.norm_qkv_rope(
-            normed_input(norm, x), attention.packed_qkv.weight[...], cos, sin, heads
-        )
-        q, k, v = (part[None, None] for part in qkv)
-        context, aux = attention.attend_in_place(q, k, v, inputs)
-        return add_projection(attention.out, context, x), aux
+        q, k, v = gemv.norm_qkv_rope(normed_input(norm, x), weight, cos, sin, heads)
+        return q[None, None], k[None, None], v[None, None]
 
 
 class GemvMlpBlock(Block):
@@ -64,7 +74,7 @@ class GemvMlpBlock(Block):
         assert norm is not None
         activation = ACTIVATIONS[mlp.spec.activations[0]]
         hidden = gemv.norm_gate_up(normed_input(norm, x), mlp.gate_up.weight[...], activation)
-        return add_projection(mlp.wo, hidden, x), {}
+        return add_projection(mlp.wo, hidden, x, self.post_mlp_norm), {}
 
 
 class GemvBlock(GemvAttentionBlock, GemvMlpBlock):
@@ -80,14 +90,14 @@ def attention_unsupported_reason(spec: LayerSpec, context: BuildContext) -> str 
     attention = spec.attention
     if not isinstance(attention, AttentionSpec):
         return f"fuses softmax attention, not {type(attention).__name__.removesuffix('Spec')}"
-    if attention.gated or attention.temperature or attention.out_bias:
-        return "fuses attention without gates, temperatures and biases only"
-    if spec.post_attention_norm or not spec.attention_norm:
-        return "fuses a norm before attention and none after it"
+    if attention.gated:
+        return "fuses attention without gates only"
+    if not spec.attention_norm:
+        return "fuses a norm before attention"
     inputs, dim = attention.query_heads * attention.head_dim, attention.output_dim
     outputs = [math.prod(shape) for shape in attention.projections.values()]
     return (
-        attention.fused_rope_unsupported_reason
+        attention.split_qkv_unsupported_reason
         or fusion_unsupported_reason(spec, context)
         or matmul_unsupported_reason(spec.embed_dim, outputs)
         or matmul_unsupported_reason(inputs, [dim or spec.embed_dim])
@@ -100,8 +110,8 @@ def mlp_unsupported_reason(spec: LayerSpec, context: BuildContext) -> str | None
         return f"fuses gated MLPs, not {type(mlp).__name__.removesuffix('Spec')}"
     if not mlp.is_gated or mlp.bias or mlp.activations[0] not in GATES:
         return f"fuses gated MLPs without biases, by {', '.join(GATES)}, only"
-    if spec.post_mlp_norm or not spec.mlp_norm:
-        return "fuses a norm before the MLP and none after it"
+    if not spec.mlp_norm:
+        return "fuses a norm before the MLP"
     return (
         fusion_unsupported_reason(spec, context)
         or matmul_unsupported_reason(spec.embed_dim, [mlp.hidden_dim] * 2)
@@ -135,6 +145,11 @@ def normed_input(norm: Norm, x: jax.Array) -> gemv.NormedInput:
     return gemv.NormedInput(x[0, 0], norm.scale[...], norm.spec.epsilon, offset)
 
 
-def add_projection(linear: Linear, y: jax.Array, x: jax.Array) -> jax.Array:
-    """x [1, 1, E] + y weight."""
-    return gemv.gemv_add(y.reshape(-1), linear.weight[...], x[0, 0])[None, None]
+def add_projection(
+    linear: Linear, y: jax.Array, x: jax.Array, post_norm: Norm | None = None
+) -> jax.Array:
+    """x [1, 1, E] + y weight, with a norm of the product if there is one."""
+    y, weight = y.reshape(-1), linear.weight[...]
+    if post_norm is not None:
+        return x + post_norm(gemv.gemv(y, weight)[None, None])
+    return gemv.gemv_add(y, weight, x[0, 0])[None, None]

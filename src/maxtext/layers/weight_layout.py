@@ -192,11 +192,12 @@ def unpack_weights(template: Template, weights: Tree) -> Tree:
 
 def gemv_unsupported_reason(template: Template, dtype: DTypeLike) -> str | None:
     """Why the GEMV kernel does not take every large weight of a model that computes in `dtype`;
-    None if it does. Embeddings are looked up, not multiplied."""
+    None if it does. Embeddings are looked up, not multiplied, and experts have a kernel of their
+    own."""
     for path, variable in nnx.to_flat_state(template.state):
         layout = variable.get_metadata().get("layout")
         size = math.prod(variable.get_value().shape)
-        if path[0] == "embedder" or size < SMALL or path[-1] == "bias":
+        if path[0] == "embedder" or "experts" in path or size < SMALL or path[-1] == "bias":
             continue
         name = ".".join(map(str, path))
         if layout is None or not layout.transposed:

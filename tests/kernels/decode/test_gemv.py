@@ -77,6 +77,17 @@ def test_norm_qkv_rope(heads, head_dim, depth):
         assert_close(array, output)
 
 
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_norm_gemv(has_bias):
+    x, scale = 2 * draw(1024), draw(1024, seed=1)
+    weight_T, bias = draw(48, 1024, seed=2) / 16, draw(48, seed=3) if has_bias else None
+    actual = gemv.norm_gemv(
+        gemv.NormedInput(x, scale, 1e-5, 1.0), weight_T, bias, interpret=not GPU
+    )
+    expected = float64(weight_T) @ rms_norm(x, scale, 1e-5, 1.0)
+    assert_close(actual, expected + (float64(bias) if has_bias else 0))
+
+
 @pytest.mark.parametrize(("depth", "columns"), [(1536, 512), (14336, 16)], ids=["unrolled", "loop"])
 @pytest.mark.slow
 def test_gemv_and_gemv_add(depth, columns):

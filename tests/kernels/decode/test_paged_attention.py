@@ -288,35 +288,74 @@ def test_supports(arguments, reason):
 
 
 @pytest.mark.parametrize("splits", [3, 66, 500])
-def test_split_and_combine_kernels_lower_for_gpus(splits):
-    def run(x, angles, context, largest, sinks):
-        spans = decode.combine_spans(
+def test_combination_lowers_for_gpus(splits):
+    def run(context, largest, sinks):
+        return decode.combine_spans(
             context, largest, largest, sinks=sinks, dtype=jnp.bfloat16, interpret=False
         )
-        return decode.split_qkv_rope(x, angles, angles, (8, 1)), spans
 
-    shapes = (4, 10 * 256), (4, 128), (4, 1, splits, 8, 256), (4, 1, splits, 8), (8,)
+    shapes = (4, 1, splits, 8, 256), (4, 1, splits, 8), (8,)
     arguments = [jax.ShapeDtypeStruct(shape, "float32") for shape in shapes]
     text = jax.jit(run).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
-    assert "split_qkv_rope" in text
     assert "combine_attention_spans" in text
 
 
-def test_split_qkv_rope():
-    """RoPE multiplies the complex number of a head's halves by exp(i angle)."""
-    random = np.random.default_rng(5)
-    x = jnp.asarray(random.normal(size=(BATCH, (HEADS + 2 * GROUPS) * HEAD_DIM)), DTYPE)
-    angles = random.uniform(0, 6, (BATCH, HEAD_DIM // 2)).astype(np.float32)
-    actual = decode.split_qkv_rope(
-        x, jnp.cos(angles), jnp.sin(angles), (HEADS, GROUPS), interpret=not GPU
+RING = 16
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("tile_size", [16, 64])
+@pytest.mark.parametrize("kind", ["window", "chunk"])
+def test_ring_buffers(kind, tile_size, splits):
+    """Rows that are shorter than the buffer, as long, and longer; one is idle, one has a single
+    token."""
+    random = np.random.default_rng(3)
+    positions = np.array([5, -1, RING, 3 * RING + 7, 0, 2 * RING - 1])
+    batch, size = len(positions), int(positions.max()) + 1
+    q = jnp.asarray(random.normal(size=(batch, HEADS, HEAD_DIM)), DTYPE)
+    tokens = {
+        name: np.asarray(random.normal(size=(batch, size, GROUPS, HEAD_DIM)), np.float32)
+        for name in ("key", "value")
+    }
+    pool = {name: np.zeros((batch, RING, GROUPS, HEAD_DIM), np.float32) for name in tokens}
+    for name, array in tokens.items():
+        for row, position in enumerate(positions):
+            for earlier in range(max(position, 0)):
+                pool[name][row, earlier % RING] = array[row, earlier]
+    new = {n: jnp.asarray(x[np.arange(batch), np.maximum(positions, 0)], DTYPE)
+           for n, x in tokens.items()}  # fmt: skip
+    context, after = decode.paged_attention(
+        q,
+        new,
+        {name: jnp.asarray(array, DTYPE) for name, array in pool.items()},
+        jnp.arange(batch, dtype=jnp.int32)[:, None],
+        jnp.asarray(positions, jnp.int32),
+        scale=0.3,
+        tile_size=tile_size,
+        splits=splits,
+        ring=kind,
+        interpret=not GPU,
     )
-    heads = np.asarray(x, np.float64).reshape(BATCH, -1, HEAD_DIM)
-    complex_heads = heads[..., : HEAD_DIM // 2] + 1j * heads[..., HEAD_DIM // 2 :]
-    complex_heads = complex_heads * np.exp(1j * angles)[:, None]
-    rotated = np.concatenate([complex_heads.real, complex_heads.imag], axis=-1)
-    right = rotated[:, :HEADS], rotated[:, HEADS:-GROUPS], heads[:, -GROUPS:]
-    for array, head in zip(actual, right, strict=True):
-        np.testing.assert_allclose(np.asarray(array, np.float64), head, atol=TOLERANCE)
+    for row, position in enumerate(positions):
+        if position < 0:
+            assert not np.asarray(context[row]).any()
+            continue
+        start = position // RING * RING if kind == "chunk" else max(0, position - RING + 1)
+        keys, values = (
+            np.repeat(tokens[name][row, start : position + 1], HEADS // GROUPS, axis=1)
+            for name in ("key", "value")
+        )
+        logits = 0.3 * np.einsum("hd,thd->ht", np.asarray(q[row], np.float32), keys)
+        weights = np.exp(logits - logits.max(axis=1, keepdims=True))
+        weights /= weights.sum(axis=1, keepdims=True)
+        expected = np.einsum("ht,thd->hd", weights, values)
+        np.testing.assert_allclose(
+            np.asarray(context[row], np.float32), expected, atol=TOLERANCE, rtol=TOLERANCE
+        )
+        np.testing.assert_allclose(
+            np.asarray(after["key"][row, position % RING], np.float32),
+            np.asarray(new["key"][row], np.float32),
+        )
 
 
 @pytest.mark.parametrize("splits", [1, 3, 7, 40])

@@ -18,7 +18,7 @@ from maxtext.layers.context import BuildContext
 from maxtext.layers.lora import split_adapter
 from maxtext.layers.parameters import Template
 from maxtext.layers.quantized import layout_for_decode
-from maxtext.layers.specs import AttentionSpec, LayerSpec, MlpSpec
+from maxtext.layers.specs import AttentionSpec, LayerSpec, MlpSpec, MoeSpec
 from maxtext.layers.weight_layout import (
     gemv_unsupported_reason,
     pack_weights,
@@ -106,7 +106,7 @@ class InferenceModel:
             if not isinstance(layer, LayerSpec):
                 return f"{type(layer).__name__} has no GEMV kernels"
             for spec in (layer.attention, layer.mlp):
-                if not isinstance(spec, AttentionSpec | MlpSpec):
+                if not isinstance(spec, AttentionSpec | MlpSpec | MoeSpec):
                     return f"{type(spec).__name__.removesuffix('Spec')} has no GEMV kernels"
         return gemv_unsupported_reason(self.build(decode_rows=1).template, self.config.dtype.value)
 

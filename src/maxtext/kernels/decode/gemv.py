@@ -5,6 +5,7 @@ for NVIDIA GPUs, lowered by Triton.
 
     norm_gate_up      act(n w_gate) · (n w_up)
     norm_qkv_rope     RoPE(n w_q), RoPE(n w_k), n w_v
+    norm_gemv         n w + bias
     gemv_add          residual + x w
     gemv              x w
 
@@ -29,7 +30,6 @@ from jax.experimental.pallas import triton
 from jax.typing import DTypeLike
 
 from maxtext.common.types import Tree
-from maxtext.kernels.decode.paged_attention import store_head
 
 
 @dataclass(frozen=True)
@@ -127,6 +127,60 @@ def norm_qkv_rope(
         more_specs=[angles, angles],
         out_specs=[pl.BlockSpec((count, 2 * half), lambda n: (0, 0)) for count in counts],
         out_shape=[like(x.x, count, 2 * half) for count in counts],
+    )
+
+
+def store_head(
+    outs: Sequence[Ref],
+    heads: tuple[int, int],
+    head: Array,
+    columns: Sequence[Array],
+    halves: Sequence[Array],
+    cos: Array,
+    sin: Array,
+) -> None:
+    """In a kernel: store the same columns of both halves of one of H + 2 G heads in q, k or v; with
+    RoPE if it is a query or key."""
+    (first, second), (q_heads, kv_heads) = halves, heads
+    rotated = (first * cos - second * sin, second * cos + first * sin)
+    begins = (0, q_heads, q_heads + kv_heads, q_heads + 2 * kv_heads)
+    for out_ref, begin, end, pair in zip(
+        outs, begins, begins[1:], (rotated, rotated, (first, second)), strict=False
+    ):
+
+        @pl.when((head >= begin) & (head < end))
+        def _(out_ref: Ref = out_ref, begin: int = begin, pair: Sequence[Array] = pair) -> None:
+            for at, values in zip(columns, pair, strict=True):
+                out_ref[head - begin, at] = values.astype(out_ref.dtype)
+
+
+def norm_gemv(
+    x: NormedInput, weight_T: Array, bias: Array | None = None, interpret: bool = False
+) -> Array:
+    """n weight_T.T + bias, [N]; weight_T [N, K]."""
+    tiles = pair_tiles(x)
+    more = [] if bias is None else [bias]
+    columns = pl.BlockSpec((tiles.columns,), lambda n: (n,))
+
+    def finish(total: Array, *refs: Ref) -> None:
+        *bias_refs, out_ref = refs
+        for ref in bias_refs:
+            total = total + ref[...].astype(jnp.float32)
+        out_ref[...] = total.astype(out_ref.dtype)
+
+    return gemv_call(
+        finish,
+        x,
+        weight_T,
+        [lambda n: n],
+        *more,
+        programs=weight_T.shape[0] // tiles.columns,
+        tiles=tiles,
+        interpret=interpret,
+        name="norm_gemv",
+        more_specs=[columns] * len(more),
+        out_specs=columns,
+        out_shape=like(x.x, weight_T.shape[0]),
     )
 
 

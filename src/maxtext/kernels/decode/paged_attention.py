@@ -2,7 +2,6 @@
 Pallas kernels for NVIDIA GPUs, lowered by Triton.
 
     paged_attention    softmax(scale · q k[0..t]) v[0..t],   k[t] and v[t] written to their block
-    split_qkv_rope     RoPE(q), RoPE(k), v of a packed projection
 
 Shapes: B rows, H query heads, K key/value heads, G = H / K, D head_dim, P blocks of block_size
 tokens, C columns of a block table.
@@ -15,9 +14,7 @@ be read once for all of them, see prefix_attention.py.
 """
 
 import functools
-import math
-from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -52,8 +49,10 @@ from maxtext.kernels.decode.prefix_attention import (
 PROGRAMS = 528  # four for each multiprocessor of an H100 or H200; more are slower to combine
 MIN_SPLITS = 2  # balances sequences of different lengths
 TILE_SIZE = 64  # tokens that a program reads at a time
+# The block of a row is a ring buffer: position p is at p % block_size. Queries attend to the last
+# block_size tokens (window), or to those since the last multiple of block_size (chunk).
+Ring = Literal["window", "chunk"]
 MAX_TWO_WARP_TILE = 32  # tokens
-MAX_HEADS_PER_PROGRAM = 8  # of split_qkv_rope
 COMBINED_ELEMENTS = 4096  # elements of spans that are combined at a time
 
 
@@ -91,6 +90,7 @@ def paged_attention(
     groups: PrefixGroups | None = None,
     tile_size: int = TILE_SIZE,
     splits: int | None = None,
+    ring: Ring | None = None,
     interpret: bool = False,
 ) -> tuple[Array, dict[str, Array]]:
     """The attention output [B, H, D], and the pool with the new tokens in it.
@@ -99,7 +99,8 @@ def paged_attention(
     [P, block_size, K, D]; a quantized pool also has "key_scale" and "value_scale", [B] or [B, K]
     for a token. block_table [B, C]: the blocks of each row. positions [B] of the new tokens; -1 for
     an idle row, whose output is 0. `groups` of rows that share blocks, which are read once.
-    `tile_size`: tokens that a program reads at a time; reduced to a divisor of block_size.
+    `tile_size`: tokens that a program reads at a time; reduced to a divisor of block_size. With a
+    `ring`, each row has one block.
     """
     batch, heads, head_dim = q.shape
     _, block_size, kv_heads, _ = pool["key"].shape
@@ -113,6 +114,7 @@ def paged_attention(
     tile_options: dict[str, Any] = dict(
         block_size=block_size, tile_size=tile_size, scale=scale, soft_cap=soft_cap
     )
+    assert ring is None or block_table.shape[1] == 1
     run_options: dict[str, Any] = dict(stages=stages, interpret=interpret)
     prefix: list[Array] = []
     if groups is not None:
@@ -127,6 +129,7 @@ def paged_attention(
         prefix,
         splits=splits,
         is_whole=splits == 1 and sinks is None,
+        ring=ring,
         tile_options=tile_options,
         **run_options,
     )
@@ -148,6 +151,7 @@ def attend_spans(
     *,
     splits: int,
     is_whole: bool,
+    ring: Ring | None,
     tile_options: dict[str, Any],
     stages: int,
     interpret: bool,
@@ -171,6 +175,7 @@ def attend_spans(
             padded_group=max(MIN_ROWS, pl.next_power_of_2(group_size)),
             splits=splits,
             is_whole=is_whole,
+            ring=ring,
             **tile_options,
         ),
         grid=(batch, kv_heads, splits),
@@ -267,70 +272,6 @@ def normalized(context: Array, total: Array) -> Array:
     return jnp.where(total > 0, context / jnp.maximum(total, 1e-30), 0)
 
 
-def split_qkv_rope(
-    x: Array, cos: Array, sin: Array, heads: tuple[int, int], interpret: bool = False
-) -> list[Array]:
-    """q [B, H, D], k and v [B, K, D] of packed projections x [B, (H + 2 K) D], with RoPE by cos and
-    sin [B, D / 2] on q and k. One kernel, where XLA launches three."""
-    q_heads, kv_heads = heads
-    half = cos.shape[1]
-    # A power of two, of which queries, keys and values have whole multiples.
-    per_program = math.gcd(q_heads, kv_heads, MAX_HEADS_PER_PROGRAM)
-
-    def run(x_ref: Ref, cos_ref: Ref, sin_ref: Ref, *outs: Ref) -> None:
-        columns = [pl.ds(part * half, half) for part in range(2)]
-        halves = [x_ref[:, at].astype(jnp.float32) for at in columns]
-        first = pl.program_id(1) * per_program
-        cos, sin = (ref[...][None, :] for ref in (cos_ref, sin_ref))
-        store_head(outs, heads, first, columns, halves, cos, sin, per_program)
-
-    counts = (q_heads, kv_heads, kv_heads)
-    angles = pl.BlockSpec((None, half), lambda b, h: (b, 0))
-    return pl.pallas_call(
-        run,
-        grid=(len(x), (q_heads + 2 * kv_heads) // per_program),
-        in_specs=[
-            pl.BlockSpec((None, per_program, 2 * half), lambda b, h: (b, h, 0)),
-            angles,
-            angles,
-        ],
-        out_specs=[
-            pl.BlockSpec((None, count, 2 * half), lambda b, h: (b, 0, 0)) for count in counts
-        ],
-        out_shape=[jax.ShapeDtypeStruct((len(x), count, 2 * half), x.dtype) for count in counts],
-        interpret=interpret,
-        name="split_qkv_rope",
-        compiler_params=triton.CompilerParams(num_warps=1, num_stages=1),
-    )(x.reshape(len(x), -1, 2 * half), cos, sin)
-
-
-def store_head(
-    outs: Sequence[Ref],
-    heads: tuple[int, int],
-    head: Array,
-    columns: Any,
-    halves: Sequence[Array],
-    cos: Array,
-    sin: Array,
-    count: int | None = None,
-) -> None:
-    """In a kernel: store the halves of one of H + 2 K heads, or the same columns of both, in q, k
-    or v; with RoPE if it is a query or key. With `count`, of as many heads from this one on, which
-    are all queries, all keys or all values."""
-    (first, second), (q_heads, kv_heads) = halves, heads
-    rotated = (first * cos - second * sin, second * cos + first * sin)
-    begins = (0, q_heads, q_heads + kv_heads, q_heads + 2 * kv_heads)
-    for out_ref, begin, end, pair in zip(
-        outs, begins, begins[1:], (rotated, rotated, (first, second)), strict=False
-    ):
-
-        @pl.when((head >= begin) & (head < end))
-        def _(out_ref: Ref = out_ref, begin: int = begin, pair: Sequence[Array] = pair) -> None:
-            row = head - begin if count is None else pl.ds(head - begin, count)
-            for at, values in zip(columns, pair, strict=True):
-                out_ref[row, at] = values.astype(out_ref.dtype)
-
-
 def attention_span(
     q_ref: Ref,
     block_table_ref: Ref,
@@ -343,6 +284,7 @@ def attention_span(
     tile_size: int,
     splits: int,
     is_whole: bool,
+    ring: Ring | None,
     scale: float,
     soft_cap: float | None,
 ) -> None:
@@ -359,18 +301,24 @@ def attention_span(
     row = jnp.arange(padded_group)
     q = q_ref[jnp.minimum(row, group_size - 1), :]
     position = position_ref[0]
+    # Of the earlier tokens, `end` are in the first places; the new one is written to `place`.
+    end, place = position, position
+    if ring is not None:
+        place = jnp.where(position >= 0, position % block_size, -1)
+        end = place if ring == "chunk" else jnp.minimum(position, block_size)
     first_tile = prefix_refs[0][0] // tile_size if prefix_refs else 0
-    span = pl.cdiv(position // tile_size + 1 - first_tile, splits)  # in tiles, for this row
+    end_tile = jnp.maximum(place // tile_size + 1, (end + tile_size - 1) // tile_size)
+    span = pl.cdiv(end_tile - first_tile, splits)  # in tiles, for this row
     first = first_tile + pl.program_id(2) * span
-    # before the new token
-    last = jnp.minimum(first + span, (position + tile_size - 1) // tile_size)
+    last = jnp.minimum(first + span, (end + tile_size - 1) // tile_size)
     owns_new_token = (
-        (position >= 0) & (position // tile_size >= first) & (position // tile_size < first + span)
+        (position >= 0) & (place // tile_size >= first) & (place // tile_size < first + span)
     )
 
     def read(tile: Array, partial: Partial) -> Partial:
         slots = tile_slots(block_table_ref, tile, tile_size, block_size)
-        visible = tile * tile_size + jnp.arange(tile_size) < position
+        at = tile * tile_size + jnp.arange(tile_size)
+        visible = (at < end) & (at != place)
         return add_tile(q, pools, slots, visible, partial, scale=scale, soft_cap=soft_cap)
 
     new_key, new_value = (news[name][...].astype(jnp.float32) for name in ("key", "value"))
@@ -390,10 +338,8 @@ def attention_span(
         context = normalized(context, total[:, None])
     for ref, values in zip(partial_refs, (context, largest, total), strict=False):
         store_rows(ref, row, values, row < group_size)
-    written_position = jnp.maximum(position, 0)
-    slot = (
-        block_table_ref[written_position // block_size] * block_size + written_position % block_size
-    )
+    written_place = jnp.maximum(place, 0)
+    slot = block_table_ref[written_place // block_size] * block_size + written_place % block_size
     for name, ref in zip(names, written, strict=True):
         new = news[name][...]
         triton.store(ref.at[slot], new, mask=jnp.broadcast_to(owns_new_token, new.shape))

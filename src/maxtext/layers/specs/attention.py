@@ -85,6 +85,17 @@ class AttentionSpec(MixerSpec):
         others = (self.fused, self.bias, self.shared_kv, self.qk_norm, self.value_norm, self.moba)
         return "needs projections without norms and biases" if any(others) else None
 
+    @property
+    def split_qkv_unsupported_reason(self) -> str | None:
+        """Why the kernel that splits packed projections, with norms and RoPE, does not support this
+        attention; None if it does."""
+        if self.fused or self.moba is not None:
+            return "needs packed projections of softmax attention"
+        norms = [norm for norm in (self.qk_norm, self.value_norm) if norm is not None]
+        if any(norm.kind != "rms" for norm in norms) or self.qk_norm_over == "heads":
+            return "needs RMS norms of single heads"
+        return None
+
 
 @dataclass(frozen=True)
 class IndexerSpec(Spec):
