@@ -4,6 +4,7 @@ Shapes: B batch, S sequence, E embed_dim, H heads.
 """
 
 import math
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -23,10 +24,14 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
 
 from maxtext.common import hash_rng
 from maxtext.common.errors import ConfigError
-from maxtext.kernels.attention import AttentionMask
+from maxtext.kernels.attention import AUTOSELECTED, AttentionMask
+from maxtext.layers.cache import CacheConfig
+from maxtext.layers.context import BuildContext
 from maxtext.layers.inputs import LayerInputs
+from maxtext.layers.mla import KEY_ROPE, LATENT, empty_cache
 from maxtext.layers.parameters import Initializer, Template
 from maxtext.layers.specs import IndexerSpec, MlaSpec, NormSpec, RopeSpec
+from tests.layers.gpu_context import interpreted_kernels
 
 BATCH, LENGTH, EMBED_DIM, HEADS, QUERY_RANK, RANK, NOPE, ROPE, VALUE = (
     2,
@@ -256,6 +261,51 @@ def test_weight_absorption_matches_the_plain_form(query_rank):
     plain, absorbed = (output_and_gradients(latent, tree, x) for latent in (False, True))
     assert not np.asarray(plain[0])[SEGMENTS == 0].any()  # without bias, the output of padding is 0
     jax.tree.map(partial(np.testing.assert_allclose, atol=1e-4, rtol=1e-4), absorbed, plain)
+
+
+@pytest.mark.parametrize("latent", [False, True])
+@pytest.mark.parametrize("query_rank", [0, QUERY_RANK])
+def test_decode_steps_attend_to_latents_in_their_blocks(latent, query_rank):
+    """As on one GPU, with an interpreted kernel: the tokens of one sequence after each other, after
+    a prompt, against the whole sequence."""
+    spec = replace(
+        mla_spec(query_rank, latent=latent), kv_rank=32, rope_dim=16, backend=AUTOSELECTED
+    )
+    prompt, block_size = 6, 16
+    model = Template.of(
+        lambda: spec.build(
+            Initializer(hash_rng.key_from_seed(0), "bfloat16"), EMBED_DIM, "bfloat16"
+        )
+    )
+    draw = np.random.default_rng(0).normal
+    weights = jax.tree.map(
+        lambda leaf: jnp.asarray(draw(size=leaf.shape) * 0.3, leaf.dtype), model.weights
+    )
+    x = jnp.asarray(hidden(), "bfloat16")
+    expected, _ = model.bind(weights)(x, layer_inputs())
+    cache = empty_cache(
+        spec,
+        CacheConfig(
+            BATCH, 2 * block_size, "bfloat16", block_size, context=BuildContext("gpu", 1, "9.0")
+        ),
+    )
+    assert cache.in_place
+    assert set(cache.blocks) == {LATENT, KEY_ROPE}
+    table = jnp.asarray([[3, 0], [1, 2]], jnp.int32)
+    positions = jnp.broadcast_to(jnp.arange(LENGTH), (BATCH, LENGTH))
+    inputs = LayerInputs(positions[:, :prompt], cache=cache, is_first_chunk=True, block_table=table)
+    prefilled, aux = model.bind(weights)(x[:, :prompt], inputs)
+    outputs = [prefilled]
+    with interpreted_kernels() as kernels:
+        for token in range(prompt, LENGTH):
+            at = slice(token, token + 1)
+            inputs = LayerInputs(positions[:, at], cache=aux["cache"], block_table=table)
+            output, aux = model.bind(weights).decode(x[:, at], inputs)
+            outputs.append(output)
+    assert "latent_attention" in kernels
+    actual = np.asarray(jnp.concatenate(outputs, axis=1), np.float32)
+    expected = np.asarray(expected, np.float32)
+    np.testing.assert_allclose(actual, expected, atol=0.03 * np.abs(expected).max())
 
 
 @pytest.mark.parametrize("latent", [False, True])

@@ -17,6 +17,8 @@ keys [R + P] and values [R]. A cache then holds latents, which are much smaller;
 costs more, since R is larger than N and V.
 """
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
@@ -24,11 +26,20 @@ from jax.typing import DTypeLike
 
 from maxtext.common.errors import ConfigError
 from maxtext.kernels.attention import (
+    AUTOSELECTED,
     AttentionInputs,
     max_logits,
 )
+from maxtext.kernels.decode import latent_attention
 from maxtext.layers.attention_sharding import attend
-from maxtext.layers.cache import CacheConfig, KVCache, empty_kv_cache, update_cache
+from maxtext.layers.cache import (
+    CacheConfig,
+    KVCache,
+    PagedKVCache,
+    empty_kv_cache,
+    ring_size,
+    update_cache,
+)
 from maxtext.layers.indexer import depends_on_length
 from maxtext.layers.inputs import MAX_LOGITS, Aux, LayerInputs, Sublayer
 from maxtext.layers.linear import build_linear
@@ -125,17 +136,22 @@ class Mla(Sublayer):
         spec = self.spec
         query, query_latent = self.queries(x, inputs.positions)
         latent, key_rope = self.compress(x, inputs.positions)
-        if spec.latent:
-            q, new = self.latent_queries(query), {LATENT: latent, KEY_ROPE: key_rope}
+        q = self.latent_queries(query) if spec.latent else self.constrain_queries(query)
+        caches_latents = spec.latent or has_latents(inputs.cache)
+        if caches_latents:
+            new = {LATENT: latent, KEY_ROPE: key_rope}
         else:
-            q, new = self.constrain_queries(query), self.keys_and_values(latent, key_rope)
+            new = self.keys_and_values(latent, key_rope)
         if self.indexer is not None:
             new[INDEX_KEY] = self.indexer.keys(x, inputs.positions)
         view, aux = update_cache(new, inputs)
         if spec.latent:
             k, v = self.latent_keys_and_values(view[LATENT], view[KEY_ROPE])
         else:
-            k, v = view[KEY], view[VALUE]
+            expanded = view.arrays
+            if caches_latents:
+                expanded = self.keys_and_values(view[LATENT], view[KEY_ROPE])
+            k, v = expanded[KEY], expanded[VALUE]
         attention = AttentionInputs(
             q=q,
             k=k,
@@ -154,7 +170,38 @@ class Mla(Sublayer):
             aux = aux | {MAX_LOGITS: max_logits(attention)}
         context = attend(attention, view.backend(spec.backend, q.shape[1]), self.platform)
         if spec.latent:
-            context = jnp.einsum("bshr,rhv->bshv", context, self.up_projections()[1])
+            context = self.expand_context(context)
+        return self.project_out(context), aux
+
+    def decode(self, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Aux]:
+        """By the kernel that attends to latents in their blocks, if it supports the cache."""
+        cache = inputs.cache
+        if not (has_latents(cache) and cache.in_place):
+            return self(x, inputs)
+        assert inputs.block_table is not None
+        query, _ = self.queries(x, inputs.positions)
+        latent, key_rope = self.compress(x, inputs.positions)
+        q, q_rope = jnp.split(self.latent_queries(query)[:, 0], [self.spec.kv_rank], axis=-1)
+        ropes = cache.blocks[KEY_ROPE]
+        context, (latents, written_ropes) = latent_attention.latent_attention(
+            q,
+            q_rope,
+            (latent[:, 0], key_rope[:, 0, 0]),
+            (cache.blocks[LATENT], ropes[:, :, 0]),
+            inputs.block_table,
+            inputs.positions[:, 0],
+            scale=self.spec.scale,
+            soft_cap=self.spec.soft_cap,
+        )
+        blocks = {LATENT: latents, KEY_ROPE: written_ropes.reshape(ropes.shape)}
+        attn_out = self.project_out(self.expand_context(context[:, None]))
+        return attn_out, {"cache": replace(cache, blocks=blocks)}
+
+    def expand_context(self, context: jax.Array) -> jax.Array:
+        """[B, S, H, V] of sums of latents [B, S, H, R]."""
+        return jnp.einsum("bshr,rhv->bshv", context, self.up_projections()[1])
+
+    def project_out(self, context: jax.Array) -> jax.Array:
         context = checkpoint_name(checkpoint_name(context, "context"), "attention_out")
         context = constrain(
             context,
@@ -163,7 +210,7 @@ class Mla(Sublayer):
             "activation_heads",
             "activation_kv",
         )
-        return checkpoint_name(self.out(context), "out_proj"), aux
+        return checkpoint_name(self.out(context), "out_proj")
 
     def queries(self, x: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         """[B, S, H, N + P] with RoPE, and the normed query latent [B, S, Rq], if there is one."""
@@ -244,7 +291,8 @@ def empty_cache(spec: MlaSpec, cache_config: CacheConfig) -> KVCache | None:
     cached."""
     if spec.indexer and depends_on_length(spec.indexer, cache_config.length):
         return None
-    if spec.latent:
+    in_place = uses_latent_kernel(spec, cache_config)
+    if spec.latent or in_place:
         sizes: dict[str, tuple[int, ...]] = {
             LATENT: (spec.kv_rank,),
             KEY_ROPE: (1, spec.rope_dim),
@@ -256,4 +304,26 @@ def empty_cache(spec: MlaSpec, cache_config: CacheConfig) -> KVCache | None:
         }
     if spec.indexer:
         sizes[INDEX_KEY] = (spec.indexer.head_dim,)
-    return empty_kv_cache(spec.mask, cache_config, sizes)
+    return empty_kv_cache(spec.mask, cache_config, sizes, in_place)
+
+
+def uses_latent_kernel(spec: MlaSpec, cache_config: CacheConfig) -> bool:
+    """Whether decode steps use the kernel for latent attention; then the cache has latents, which
+    prefill expands to the keys and values of all heads."""
+    context, dtype = cache_config.context, cache_config.quantized or cache_config.dtype
+    has_adapters = context.adapters is not None and context.adapters.slots > 0
+    if spec.indexer or has_adapters or context.num_devices > 1 or spec.backend != AUTOSELECTED:
+        return False
+    if ring_size(spec.mask, cache_config.length) is not None:
+        return False
+    block_size = cache_config.tokens_per_block
+    platform, capability = context.platform, context.capability
+    reason = latent_attention.unsupported_reason(
+        spec.kv_rank, spec.rope_dim, block_size, dtype, platform, capability
+    )
+    return reason is None
+
+
+def has_latents(cache: object) -> bool:
+    """Whether a cache has latents, and not the keys and values of all heads."""
+    return isinstance(cache, PagedKVCache) and LATENT in cache.blocks
