@@ -14,11 +14,16 @@ from transformers.models.qwen3_next import modeling_qwen3_next
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 
 from maxtext.common import hash_rng
+from maxtext.kernels.decode.delta_step import STATES, DeltaStep, gated_delta_decode
 from maxtext.kernels.delta_rule import causal_convolution_step, gated_delta_step
-from maxtext.layers.gated_delta_net import l2_normalise
+from maxtext.layers.cache import CacheConfig
+from maxtext.layers.context import INFERENCE, REFERENCE, BuildContext
+from maxtext.layers.gated_delta_net import empty_cache, l2_normalise
 from maxtext.layers.inputs import LayerInputs
 from maxtext.layers.parameters import Initializer, Template
 from maxtext.layers.specs import GatedDeltaNetSpec
+from maxtext.layers.weight_layout import pack_weights
+from tests.layers.gpu_context import interpreted_kernels
 from tests.tolerance import assert_within_rounding, dtype_of, in_both_precisions
 
 EMBED_DIM, HEADS, KEY_DIM, VALUE_DIM, CONV_WIDTH, EPSILON = 12, 2, 4, 6, 4, 1e-6
@@ -290,3 +295,66 @@ def test_invalid_specs_raise():
         template(1, form="parallel")
     with pytest.raises(ValueError, match="3 value heads are not a multiple of 2 key heads"):
         GatedDeltaNetSpec(2, 3, KEY_DIM, VALUE_DIM, CONV_WIDTH, 8, EPSILON)
+
+
+@pytest.mark.parametrize("group", [1, 2])
+def test_decode_kernel(group):
+    """As on one GPU, with an interpreted kernel: the tokens of two sequences after each other,
+    against the whole sequences; the states of an idle row stay."""
+    sizes = HEADS, HEADS * group, 16, 32, CONV_WIDTH
+    spec = GatedDeltaNetSpec(*sizes, chunk=8, norm_epsilon=EPSILON)
+    gpu = BuildContext("gpu", 1, "9.0", INFERENCE, "bfloat16", "bfloat16")
+
+    def build(context):
+        initializer = Initializer(hash_rng.key_from_seed(0), "bfloat16", context=context)
+        return spec.build(initializer, EMBED_DIM, "bfloat16")
+
+    plain, packed = (Template.of(lambda c=c: build(c)) for c in (REFERENCE, gpu))
+    draw = np.random.default_rng(0).normal
+    weights = jax.tree.map(
+        lambda leaf: jnp.asarray(draw(size=leaf.shape) * 0.3, leaf.dtype), plain.weights
+    )
+    x = jnp.asarray(draw(size=(2, 7, EMBED_DIM)), "bfloat16")
+    expected, _ = plain.bind(weights)(x, LayerInputs(jnp.broadcast_to(jnp.arange(7), (2, 7))))
+    layer = packed.bind(pack_weights(packed, jax.tree.map(jnp.copy, weights)))
+    cache = empty_cache(spec, CacheConfig(3, 16, "bfloat16", context=gpu))
+    cache = jax.tree.map(lambda array: array.at[2].set(0.5), cache)
+    idle = jax.tree.map(lambda array: np.asarray(array[2]), cache)
+    outputs = []
+    with interpreted_kernels() as kernels:
+        for token in range(7):
+            rows = jnp.pad(x[:, token : token + 1], ((0, 1), (0, 0), (0, 0)))
+            positions = jnp.asarray([[token], [token], [-1]])
+            output, aux = layer.decode(rows, LayerInputs(positions, cache=cache))
+            outputs.append(output[:2])
+            cache = aux["cache"]
+    assert kernels == {"gated_delta_step"}
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a[2], b), cache, idle)
+    actual = np.asarray(jnp.concatenate(outputs, axis=1), np.float32)
+    expected = np.asarray(expected, np.float32)
+    np.testing.assert_allclose(actual, expected, atol=0.03 * np.abs(expected).max())
+
+
+def test_decode_kernel_lowers_for_gpus():
+    step = DeltaStep(16, 2, 128, 128, 4, 1e-6, qk_norm=True)
+    columns = step.key_heads * sum(step.dims.values())
+    shapes = {name: (4, 16, dim) for name, dim in zip(STATES, (128, 128, 256), strict=False)}
+    weights = {f"conv_{name}": shape for name, shape in shapes.items()}
+    weights |= {"log_rate": (16, 2), "step_bias": (16, 2), "norm": (128,)}
+    states = {name: (3, 3, *shape[1:]) for name, shape in shapes.items()}
+    states["state"] = (3, 32, 128, 128)
+
+    def array(shape, dtype="bfloat16"):
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    arguments = (
+        array((3, columns)),
+        {name: array(shape) for name, shape in weights.items()},
+        {
+            name: array(s, "float32" if name == "state" else "bfloat16")
+            for name, s in states.items()
+        },
+        array((3,), "int32"),
+    )
+    lowered = jit(lambda *rest: gated_delta_decode(step, *rest)).trace(*arguments)
+    assert "gated_delta_step" in lowered.lower(lowering_platforms=("cuda",)).as_text()

@@ -17,6 +17,7 @@ rule, the output's norm and its gate in float32.
 """
 
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,53 +25,65 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
+from maxtext.kernels.decode.delta_step import (
+    L2_EPSILON,
+    PROJECTIONS,
+    DeltaStep,
+    gated_delta_decode,
+)
 from maxtext.kernels.delta_rule import (
     causal_convolution,
     gated_delta_rule,
     recurrent_gated_delta_rule,
 )
 from maxtext.layers.cache import CacheConfig, RecurrentState
+from maxtext.layers.context import INFERENCE, BuildContext, choose
 from maxtext.layers.inputs import Aux, LayerInputs, Sublayer
-from maxtext.layers.linear import Linear, build_linear, project
+from maxtext.layers.linear import PackedLinear, build_linear, project
 from maxtext.layers.norms import Norm
 from maxtext.layers.parameters import Initializer
 from maxtext.layers.specs import GatedDeltaNetSpec, NormSpec
+from maxtext.layers.weight_layout import packing_unsupported_reason
 from maxtext.sharding import constrain
 
 QUERY, KEY, VALUE, STATE = "query", "key", "value", "state"  # in a cache
+EXACT = ("beta", "decay")  # projections that are not quantized
 INITIAL_RATES = (0.01, 16.0)  # bounds of the uniform distribution of initial decay rates
 
 
+class Projections(NamedTuple):
+    """Of an input, [B, S, K, dim of one key head]; named as the weights."""
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    gate: jax.Array
+    beta: jax.Array
+    decay: jax.Array
+
+
 class GatedDeltaNet(Sublayer):
+    name = "plain"
+    mode: str | None = None
+
+    @classmethod
+    def unsupported_reason(cls, spec: GatedDeltaNetSpec, context: BuildContext) -> str | None:
+        return None
+
     def __init__(
         self, initializer: Initializer, spec: GatedDeltaNetSpec, embed_dim: int, dtype: DTypeLike
     ):
         self.spec = spec
         self.dtype = dtype
+        self.step = delta_step(spec)
         heads, group_size = spec.key_heads, spec.group_size
         value_dim = group_size * spec.value_dim  # of all value heads of a key head
-
-        def projection(name: str, dim: int, exact: bool = False) -> Linear:
-            return build_linear(
-                initializer,
-                name,
-                in_shape=(embed_dim,),
-                out_shape=(heads, dim),
-                axes=("embed", "gdn_head", None),
-                dtype=dtype,
-                exact=exact,
-            )
 
         def convolution(name: str, dim: int) -> nnx.Param:
             axes = (None, "gdn_head", None)
             return initializer.weight(name, (spec.conv_width,), (heads, dim), axes)
 
-        self.query = projection("query", spec.key_dim)
-        self.key = projection("key", spec.key_dim)
-        self.value = projection("value", value_dim)
-        self.gate = projection("gate", value_dim)
-        self.beta = projection("beta", group_size, exact=True)
-        self.decay = projection("decay", group_size, exact=True)
+        self.build_projections(initializer, embed_dim)
         self.conv_query = convolution("conv_query", spec.key_dim)
         self.conv_key = convolution("conv_key", spec.key_dim)
         self.conv_value = convolution("conv_value", value_dim)
@@ -91,6 +104,23 @@ class GatedDeltaNet(Sublayer):
             dtype=dtype,
         )
 
+    def build_projections(self, initializer: Initializer, embed_dim: int) -> None:
+        for name, dim in self.step.dims.items():
+            linear = build_linear(
+                initializer,
+                name,
+                in_shape=(embed_dim,),
+                out_shape=(self.spec.key_heads, dim),
+                axes=("embed", "gdn_head", None),
+                dtype=self.dtype,
+                exact=name in EXACT,
+            )
+            setattr(self, name, linear)
+
+    def project(self, x: jax.Array) -> Projections:
+        linears = [getattr(self, name) for name in PROJECTIONS]
+        return Projections(*project(x, *linears[:3]), *(linear(x) for linear in linears[3:]))
+
     def __call__(self, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Aux]:
         # With a cache, padding has negative positions.
         cache = inputs.cache
@@ -101,8 +131,8 @@ class GatedDeltaNet(Sublayer):
         new_states: dict[str, jax.Array] = {}
         activations = {}
         convolutions = {QUERY: self.conv_query, KEY: self.conv_key, VALUE: self.conv_value}
-        projections = project(x, self.query, self.key, self.value)
-        for (name, weight), projected in zip(convolutions.items(), projections, strict=True):
+        projections = self.project(x)
+        for (name, weight), projected in zip(convolutions.items(), projections, strict=False):
             projected = shard_heads(checkpoint_name(projected, f"{name}_proj"))
             convolved, new_states[name] = causal_convolution(
                 projected, weight[...], segments, states.get(name)
@@ -111,12 +141,13 @@ class GatedDeltaNet(Sublayer):
         query, key, value = activations[QUERY], activations[KEY], activations[VALUE]
         if self.spec.qk_norm:
             query, key = l2_normalise(query), l2_normalise(key)
-        log_decay, beta = shard_heads(self.log_decay(x)), shard_heads(self.step_size(x))
+        log_decay = shard_heads(self.log_decay(projections.decay))
+        beta = shard_heads(self.step_size(projections.beta))
         context, new_states[STATE] = self.delta_rule(
             query, key, value, log_decay, beta, segments, states.get(STATE)
         )
         context = checkpoint_name(checkpoint_name(context, "context"), "attention_out")
-        gate = jax.nn.silu(shard_heads(self.gate(x)).astype(jnp.float32))
+        gate = jax.nn.silu(shard_heads(projections.gate).astype(jnp.float32))
         gated = self.norm(context).reshape(gate.shape) * gate
         aux: Aux = {}
         if cache is not None:
@@ -125,18 +156,18 @@ class GatedDeltaNet(Sublayer):
             )
         return checkpoint_name(self.out(shard_heads(gated.astype(self.dtype))), "out_proj"), aux
 
-    def log_decay(self, x: jax.Array) -> jax.Array:
-        """[B, S, K, G], at most 0."""
+    def log_decay(self, decay: jax.Array) -> jax.Array:
+        """[B, S, K, G], at most 0, of the projection."""
         rate = jnp.exp(self.log_rate[...].astype(jnp.float32))
         return -rate * jax.nn.softplus(
-            self.decay(x).astype(jnp.float32) + self.step_bias[...].astype(jnp.float32)
+            decay.astype(jnp.float32) + self.step_bias[...].astype(jnp.float32)
         )
 
-    def step_size(self, x: jax.Array) -> jax.Array:
-        """beta [B, S, K, G], between 0 and 1: the fraction of the old value that a token
-        replaces.
+    def step_size(self, beta: jax.Array) -> jax.Array:
+        """beta [B, S, K, G], between 0 and 1, of the projection: the fraction of the old value that
+        a token replaces.
         """
-        return jax.nn.sigmoid(self.beta(x).astype(jnp.float32))
+        return jax.nn.sigmoid(beta.astype(jnp.float32))
 
     def delta_rule(
         self,
@@ -161,10 +192,67 @@ class GatedDeltaNet(Sublayer):
         return rule(query, key, value, log_decay, beta, initial_state=state, segments=segments)
 
 
+class KernelGatedDeltaNet(GatedDeltaNet):
+    """For inference on one NVIDIA GPU: one matmul for all projections, and one kernel for a decode
+    step."""
+
+    name = "packed projections and a decode kernel"
+    mode = INFERENCE
+
+    @classmethod
+    def unsupported_reason(cls, spec: GatedDeltaNetSpec, context: BuildContext) -> str | None:
+        if context.copies_weights:
+            return "would copy most weights of the layer"
+        return delta_step(spec).unsupported_reason or packing_unsupported_reason(context)
+
+    def build_projections(self, initializer: Initializer, embed_dim: int) -> None:
+        self.packed = PackedLinear(
+            initializer,
+            PROJECTIONS,
+            in_shape=(embed_dim,),
+            out_shapes=[(self.spec.key_heads, dim) for dim in self.step.dims.values()],
+            dtype=self.dtype,
+        )
+
+    def project(self, x: jax.Array) -> Projections:
+        return Projections(*self.packed(x))
+
+    def decode(self, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Aux]:
+        cache = inputs.cache
+        assert self.norm.scale is not None
+        weights = {
+            "conv_query": self.conv_query[...],
+            "conv_key": self.conv_key[...],
+            "conv_value": self.conv_value[...],
+            "log_rate": self.log_rate[...],
+            "step_bias": self.step_bias[...],
+            "norm": self.norm.scale[...],
+        }
+        context, arrays = gated_delta_decode(
+            self.step, self.packed.matmul(x[:, 0]), weights, cache.arrays, inputs.positions[:, 0]
+        )
+        return self.out(context[:, None]), {"cache": RecurrentState(arrays)}
+
+
+GATED_DELTA_NETS: tuple[type[GatedDeltaNet], ...] = (KernelGatedDeltaNet, GatedDeltaNet)
+
+
+def delta_step(spec: GatedDeltaNetSpec) -> DeltaStep:
+    return DeltaStep(
+        key_heads=spec.key_heads,
+        group_size=spec.group_size,
+        key_dim=spec.key_dim,
+        value_dim=spec.value_dim,
+        conv_width=spec.conv_width,
+        norm_epsilon=spec.norm_epsilon,
+        qk_norm=spec.qk_norm,
+    )
+
+
 def l2_normalise(x: jax.Array) -> jax.Array:
     """x / |x| over the last dimension, in float32; zero vectors stay zero."""
     x = x.astype(jnp.float32)
-    return x * jax.lax.rsqrt(jnp.sum(jnp.square(x), axis=-1, keepdims=True) + 1e-6)
+    return x * jax.lax.rsqrt(jnp.sum(jnp.square(x), axis=-1, keepdims=True) + L2_EPSILON)
 
 
 def shard_heads(x: jax.Array) -> jax.Array:
@@ -179,7 +267,8 @@ def shard_heads(x: jax.Array) -> jax.Array:
 def build(
     spec: GatedDeltaNetSpec, initializer: Initializer, embed_dim: int, dtype: DTypeLike
 ) -> GatedDeltaNet:
-    return GatedDeltaNet(initializer, spec, embed_dim, dtype)
+    choice = choose(GATED_DELTA_NETS, spec, initializer.context)
+    return choice.implementation(initializer, spec, embed_dim, dtype)
 
 
 def empty_cache(spec: GatedDeltaNetSpec, cache_config: CacheConfig) -> RecurrentState:
