@@ -7,7 +7,9 @@ random weights.
 A case is a shape and a batch size, in bfloat16: greedy completions of `batch` prompts of the same
 length by `generate` of either library. The time is that of `new` tokens less that of one, so it
 excludes prefill; the best of three runs. Each library runs in its own process. A case `8b:1:int8`
-is maxtext with int8 weights, and its ratio is to maxtext in bfloat16. --offline N generates for N
+is maxtext with int8 weights, and its ratio is to maxtext in bfloat16. A case may name a model
+instead of a shape, as `qwen3-30b-a3b:32`: its ratio is to the rate at which the device could read
+the weights, keys, values and states of a step (--bandwidth, in TB/s). --offline N generates for N
 requests of mixed lengths (prompts of 64 to 1024 tokens, completions of 64 to 512) by continuous
 batching and divides the new tokens by the whole time, after one run that compiles. Prints one JSON
 line.
@@ -132,6 +134,53 @@ def run_maxtext(shape, batch, length, new, quantization=None):
     return rate(generate, new, batch)
 
 
+def run_models(model, batches, length, new, bandwidth):
+    """For each batch size: tokens per second of a named model, and the limit by the bytes that a
+    step reads."""
+    from maxtext import LLM
+
+    keys = {"dtype": "bfloat16", "weight_dtype": "bfloat16", "max_target_length": 2048}
+    llm = LLM.load(model, **keys)
+    rates = {}
+    for batch in batches:
+        ids = np.random.default_rng(0).integers(0, 30000, (batch, length))
+
+        def generate(count, ids=ids, batch=batch):
+            tokens = llm.generate(ids, max_new_tokens=count, ignore_eos=True)
+            assert tokens.shape == (batch, count)
+
+        limit = batch * bandwidth * 1e12 / bytes_of_step(llm, batch, length + new // 2)
+        rates[batch] = rate(generate, new, batch), limit
+    return rates
+
+
+def bytes_of_step(llm, batch, length):
+    """The bytes that a decode step of `batch` rows with caches of `length` tokens reads: each
+    weight once, of experts those that random choices select on average; keys, values, latents and
+    states, of which the last are written as well."""
+    from maxtext.common.trees import flatten_dict
+    from maxtext.layers.specs import AttentionSpec, MlaSpec
+    from maxtext.models.registry import layers
+
+    config, total = llm.config, 0.0
+    for path, array in flatten_dict(llm.weights).items():
+        share = 1.0
+        if "experts" in path:
+            share = 1 - (1 - config.num_experts_per_tok / config.num_experts) ** batch
+        elif path[0] == "embedder":
+            share = 1.0 if config.logits_via_embedding else 0.0
+        total += share * array.nbytes
+    for mixer in (layer.attention for layer in layers(config)):
+        if isinstance(mixer, AttentionSpec):
+            tokens = min(length, mixer.mask.window or length, mixer.mask.chunk or length)
+            total += batch * tokens * 4 * mixer.kv_heads * mixer.head_dim
+        elif isinstance(mixer, MlaSpec):
+            total += batch * length * 2 * (mixer.kv_rank + mixer.rope_dim)
+        else:
+            total += batch * 8 * mixer.value_heads * mixer.key_dim * mixer.value_dim
+    return total
+
+
 def offline(count, shape="8b"):
     """New tokens per second of all requests together, and their number."""
     from maxtext.inference import GenerationRequest, SamplingParams
@@ -171,11 +220,22 @@ def run_in_process(side, *args):
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def show(result, case, own, other):
+    """Add a case to the results, and print it."""
+    result[case] = {
+        "ours": round(own, 1),
+        "other": round(other, 1),
+        "ratio": round(own / other, 2),
+    }
+    print(case, result[case], file=sys.stderr, flush=True)
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--cases", default="8b:1,8b:32,default:1,8b:1:int8")
     parser.add_argument("--new", type=int, default=256)
     parser.add_argument("--prompt", type=int, default=128)
+    parser.add_argument("--bandwidth", type=float, default=4.2)  # of an H200, measured
     parser.add_argument("--offline", type=int, default=0)
     parser.add_argument("--offline-shape", default="8b")
     parser.add_argument("--one", nargs="+", help=argparse.SUPPRESS)
@@ -190,13 +250,23 @@ def main():
                 shape, int(batch), options.prompt, options.new, *rest
             ),
             "offline": lambda count, shape: offline(int(count), shape),
+            "models": lambda model, *batches: run_models(
+                model, [*map(int, batches)], options.prompt, options.new, options.bandwidth
+            ),
         }
         print(json.dumps(sides[side](*args)))
         return
     result = {}
     sizes = ("--prompt", options.prompt, "--new", options.new)
-    for case in filter(None, options.cases.split(",")):
-        shape, batch, *quantization = case.split(":")
+    cases = [case.split(":") for case in filter(None, options.cases.split(","))]
+    for model in dict.fromkeys(shape for shape, *_ in cases if shape not in SHAPES):
+        batches = [batch for shape, batch, *_ in cases if shape == model]
+        rates = run_in_process("models", model, *batches, *sizes, "--bandwidth", options.bandwidth)
+        for batch, (own, limit) in rates.items():
+            show(result, f"{model}:{batch}", own, limit)
+    for shape, batch, *quantization in cases:
+        if shape not in SHAPES:
+            continue
         own = run_in_process("ours", shape, batch, *quantization, *sizes)
         if quantization:
             other = result.get(f"{shape}:{batch}", {}).get("ours") or run_in_process(
@@ -204,12 +274,7 @@ def main():
             )
         else:
             other = run_in_process("peer", shape, batch, *sizes)
-        result[case] = {
-            "ours": round(own, 1),
-            "other": round(other, 1),
-            "ratio": round(own / other, 2),
-        }
-        print(case, result[case], file=sys.stderr, flush=True)
+        show(result, ":".join((shape, batch, *quantization)), own, other)
     if options.offline:
         result["offline"] = run_in_process("offline", options.offline, options.offline_shape)
     print(json.dumps(result))
