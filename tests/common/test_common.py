@@ -1,11 +1,18 @@
 import logging
 import os
+import resource
 
 import pytest
 
 from maxtext.common import errors, extras, files, log
 from maxtext.common.errors import MissingExtra
-from maxtext.common.hardware import TABLE, available_host_bytes, lookup, peak_flops
+from maxtext.common.hardware import (
+    TABLE,
+    available_host_bytes,
+    lookup,
+    peak_flops,
+    process_bytes,
+)
 
 
 def test_failed_write_keeps_the_old_file(tmp_path):
@@ -140,3 +147,16 @@ def test_available_host_memory_is_bounded_by_every_cgroup(tmp_path, line, folder
     (parent / used).write_text("1200\n")
     (parent / "memory.stat").write_text(f"anon 900\n{cache} 200\n")
     assert available_host_bytes(tmp_path) == 3000 - 1200 + 200
+
+
+def test_available_host_memory_is_bounded_by_the_address_space(tmp_path, monkeypatch):
+    """`ulimit -v` limits the address space, of which a process has used some already."""
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/meminfo").write_text("MemAvailable:    4000 kB\n")
+    (tmp_path / "proc/self/cgroup").write_text("0::/\n")
+    (tmp_path / "proc/self/statm").write_text("100 40 9 1 0 60 0\n")
+    page = resource.getpagesize()
+    for limit, expected in ((300 * page, 200 * page), (50 * page, 0)):
+        monkeypatch.setattr(resource, "getrlimit", lambda _, limit=limit: (limit, limit))
+        assert available_host_bytes(tmp_path) == expected
+    assert process_bytes(tmp_path) == (100 * page, 40 * page)

@@ -5,8 +5,10 @@ An unlisted device has no peak, and callers must report MFU as unknown.
 """
 
 import contextlib
+import ctypes
 import functools
 import os
+import resource
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -212,8 +214,8 @@ def host_memory_bytes(limits: tuple[str, ...] = CGROUP_LIMITS) -> int:
 
 def available_host_bytes(root: Path = Path("/")) -> int:
     """The memory that this process can still take without swapping: Linux's MemAvailable, or what
-    the limits of its cgroups leave if that is less. File caches count as free. Elsewhere all memory
-    of the machine. `root`: of the file system.
+    the limits of its cgroups or of its address space (`ulimit -v`) leave if that is less. File
+    caches count as free. Elsewhere all memory of the machine. `root`: of the file system.
     """
     try:
         meminfo = (root / "proc/meminfo").read_text()
@@ -228,7 +230,46 @@ def available_host_bytes(root: Path = Path("/")) -> int:
                 available = min(available, cgroup_free_bytes(mount / "memory", path, V1))
             elif not controllers:
                 available = min(available, cgroup_free_bytes(mount, path, V2))
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit != resource.RLIM_INFINITY:
+        address_space, _ = process_bytes(root)
+        available = min(available, max(limit - address_space, 0))
     return int(available)
+
+
+def process_bytes(root: Path = Path("/")) -> tuple[int, int]:
+    """The address space of this process, and the memory that it uses; 0 where Linux's /proc is not
+    there."""
+    try:
+        pages = (root / "proc/self/statm").read_text().split()
+    except OSError:
+        return 0, 0
+    page_bytes = os.sysconf("SC_PAGE_SIZE")
+    return int(pages[0]) * page_bytes, int(pages[1]) * page_bytes
+
+
+def cuda_memory(index: int) -> tuple[int, int] | None:
+    """(free, total) bytes of an NVIDIA GPU, by its index among those that this process sees, as the
+    driver counts them for all processes; None without its library."""
+    free, total = ctypes.c_size_t(), ctypes.c_size_t()
+    device, context = ctypes.c_int(), ctypes.c_void_p()
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+        if cuda.cuInit(0) or cuda.cuDeviceGet(ctypes.byref(device), index):
+            return None
+        # The context that JAX has on the device.
+        if cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), device):
+            return None
+    except OSError:
+        return None
+    try:
+        if cuda.cuCtxPushCurrent_v2(context):
+            return None
+        failed = cuda.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total))
+        cuda.cuCtxPopCurrent_v2(ctypes.byref(context))
+    finally:
+        cuda.cuDevicePrimaryCtxRelease_v2(device)
+    return None if failed else (free.value, total.value)
 
 
 # Files of a cgroup: its limit, what it uses, and the name of the file cache in memory.stat.

@@ -216,13 +216,42 @@ def local_memory(device: jax.Device, count: int) -> int | None:
     return entry.memory_bytes if entry else None
 
 
-def free_memory(device: jax.Device, count: int) -> int | None:
-    """Bytes of `local_memory` that nothing uses yet."""
+@dataclass(frozen=True)
+class DeviceMemory:
+    """Bytes of one device: `used` by this process, and `free` for it."""
+
+    total: int
+    used: int
+    free: int
+
+
+def device_memory(device: jax.Device, count: int) -> DeviceMemory | None:
+    """The memory of one of `count` local devices; None if the platform does not report it. The
+    process can take no more than `local_memory`, and, beyond what JAX holds already, no more than
+    other processes leave on the device. CPU devices share the host's memory."""
     if device.platform == "cpu":
-        return hardware.available_host_bytes() // count
-    limit = local_memory(device, count)
-    used = (device.memory_stats() or {}).get("bytes_in_use", 0)
-    return None if limit is None else max(limit - used, 0)
+        _, used = hardware.process_bytes()
+        free = hardware.available_host_bytes() // count
+        return DeviceMemory(hardware.host_memory_bytes() // count, used // count, free)
+    limit, stats = local_memory(device, count), device.memory_stats() or {}
+    if limit is None:
+        return None
+    used = stats.get("bytes_in_use", 0)
+    free, total = limit - used, limit
+    reported = None
+    if device.platform == "gpu" and not hardware.gpu_capability().startswith("gfx"):
+        reported = hardware.cuda_memory(device.local_hardware_id or 0)
+    if reported is not None:
+        outside, total = reported
+        # JAX's pool grows from what the driver still has.
+        free = min(free, stats.get("pool_bytes", used) - used + outside)
+    return DeviceMemory(total, used, max(free, 0))
+
+
+def free_memory(device: jax.Device, count: int) -> int | None:
+    """Bytes of a device that this process can still take; None if that is not known."""
+    memory = device_memory(device, count)
+    return None if memory is None else memory.free
 
 
 def tpu_devices(target: Target) -> Sequence[jax.Device]:
