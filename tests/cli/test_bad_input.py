@@ -69,6 +69,18 @@ CASES = {
         [*GRPO, "off_policy_steps=2"],
         ["off_policy_steps=2", "it needs use_agentic_rollout=true"],
     ),
+    "no memory for a model": (
+        ["gpu_memory_utilization=0"],
+        ["gpu_memory_utilization=0 leaves no memory: set it above 0 and at most 1"],
+    ),
+    "more than all memory": (
+        ["kv_cache_memory_fraction=1.5"],
+        ["kv_cache_memory_fraction=1.5 is out of range", "between 0 and 1"],
+    ),
+    "memory of requests for rollouts": (
+        [*GRPO, "kv_cache_memory_fraction=0.5"],
+        ["kv_cache_memory_fraction=0.5", "hbm_utilization_vllm limits the caches of rollouts"],
+    ),
     "devices of no sampler": (
         ["sampler_devices_fraction=0.25"],
         ["sampler_devices_fraction=0.25", "it needs use_grpo=true"],

@@ -151,7 +151,7 @@ def test_flags_of_vllm_are_keys():
     line = (
         "m --max-model-len 4096 --tensor_parallel_size=2 --max-num-seqs 8 --dtype half "
         "--chat-template t.jinja --tokenizer tok --enable-prefix-caching --quantization int8 "
-        "--kv-cache-dtype int8 "
+        "--kv-cache-dtype int8 --gpu-memory-utilization 0.8 "
         "--enable-lora --max-loras 3 --lora-modules a=x b=y --enable-auto-tool-choice "
         "--generation-config vllm attention=paged"
     )
@@ -168,6 +168,7 @@ def test_flags_of_vllm_are_keys():
         "quantization=int8",
         "quantize_kvcache=true",
         "kv_quant_dtype=int8",
+        "gpu_memory_utilization=0.8",
         "max_adapters=3",
         "attention=paged",
     }

@@ -173,6 +173,7 @@ def test_jobs_have_different_ports():
 def keys(**overrides):
     defaults = {
         "hardware": "tpu",
+        "gpu_memory_utilization": 0.95,
         "skip_jax_distributed_system": False,
         "jax_distributed_initialization_timeout": 3,
     }
@@ -218,6 +219,19 @@ def test_hardware_cpu_ignores_accelerators(monkeypatch):
 )
 def test_environment_overrides_gpu_settings(environ, settings):
     assert processes.gpu_settings(environ) == settings
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, {"XLA_CLIENT_MEM_FRACTION": "0.4"}),
+        ({"XLA_CLIENT_MEM_FRACTION": "0.5"}, {"XLA_CLIENT_MEM_FRACTION": "0.5"}),
+        ({OLD: "0.5"}, {OLD: "0.5"}),
+    ],
+)
+def test_gpu_memory_utilization_is_the_part_that_jax_takes(environ, expected):
+    assert processes.memory_setting(environ, 0.4) == expected
+    assert processes.gpu_settings(environ, 0.4) == expected | {"XLA_FLAGS": FLAG}
 
 
 @pytest.mark.parametrize("has_gpu", [True, False])

@@ -290,7 +290,8 @@ from maxtext.common import processes
 
 processes.now = lambda: f"2026010{sys.argv[1]}-235959"  # clocks that differ
 processes.start(SimpleNamespace(
-    hardware="cpu", skip_jax_distributed_system=False, jax_distributed_initialization_timeout=60))
+    hardware="cpu", gpu_memory_utilization=0.95, skip_jax_distributed_system=False,
+    jax_distributed_initialization_timeout=60))
 from maxtext.models.configuration import load
 print(load(None, []).run_name)
 """

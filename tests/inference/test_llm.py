@@ -310,7 +310,7 @@ def test_warm_up_compiles_programs_for_subsets_of_the_slots(folder, monkeypatch)
     """As on a GPU, where two numbers of decode steps are two programs."""
     build = replace(REFERENCE, platform="gpu", num_devices=2)
     monkeypatch.setattr("maxtext.inference.llm.inference_context", lambda config, rules: build)
-    monkeypatch.setattr("maxtext.inference.engine.executor.MIN_DECODE_ROWS", 1)
+    monkeypatch.setattr("maxtext.inference.engine.layout.MIN_DECODE_ROWS", 1)
     monkeypatch.setattr("maxtext.inference.engine.engine.STEP_SECONDS", 100.0)
     sizes = {"max_target_length": 32, "max_prefill_predict_length": 8, "per_device_batch_size": 4}
     pages = {"attention": "paged", "pagedattn_tokens_per_page": 8, "pagedattn_num_pages": 16}

@@ -63,6 +63,7 @@ ADDED_KEYS = {
         "custom_mesh_and_rule_for_eval",
         "logical_axis_rules_for_eval",
     ],
+    "EngineMemory": ["gpu_memory_utilization", "kv_cache_memory_fraction"],
     "WeightsAndBiases": ["enable_wandb", "wandb_project_name", "wandb_run_name"],
     "LaterReleases": [
         "moe_dispatch_no_expert_sharding",

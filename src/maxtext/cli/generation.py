@@ -15,12 +15,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, TextIO
 
-from maxtext.common import log, progress
+from maxtext.common import log, processes, progress
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.common.hub import find_folder
 from maxtext.configs import fields, ledger, sources
 from maxtext.configs.load import base_values, peek_setting
 from maxtext.configs.provenance import Setting, Source
+from maxtext.configs.startup import process_settings
 from maxtext.configs.types import MaxTextConfig
 
 if TYPE_CHECKING:
@@ -156,6 +157,7 @@ def resolve_model(path: str, file: str | None, args: Sequence[str]) -> ResolvedM
     FILE and key=value arguments.
     """
     overrides = sources.from_overrides(args)
+    processes.limit_gpu_memory(process_settings(file, overrides).gpu_memory_utilization)
     checkpoint = None
     folder = find_folder(path, peek_setting("hf_access_token", file, overrides, os.environ))
     if folder.is_dir():

@@ -45,6 +45,7 @@ KEYS = {
     "--hf-token": "hf_access_token",
     "--block-size": "pagedattn_tokens_per_page",
     "--num-gpu-blocks-override": "pagedattn_num_pages",
+    "--gpu-memory-utilization": "gpu_memory_utilization",
     "--max-loras": "max_adapters",
     "--model": "load_parameters_path",
 }
@@ -70,8 +71,6 @@ DEFAULTS = (
 )
 # vLLM's flag -> what to use instead
 REFUSED = {
-    "--gpu-memory-utilization": "the cache has the size of its keys: per_device_batch_size "
-    "requests of max_target_length tokens, or with attention=paged pagedattn_num_pages pages",
     "--swap-space": "the cache stays on the device: lower per_device_batch_size or "
     "max_target_length, or set quantize_kvcache=true",
     "--cpu-offload-gb": "weights stay on the device: quantization=int8 or int4 makes them smaller",

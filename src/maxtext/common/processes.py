@@ -33,10 +33,11 @@ STARTED = "MAXTEXT_STARTED"
 FULL_PROCESSES = "MAXTEXT_FULL_PROCESSES"
 GPU_PLATFORMS = ("gpu", "cuda", "rocm")
 # Settings for JAX on GPUs, unless the environment has others. A run has its GPUs to itself, but JAX
-# would leave a quarter of their memory unused. cuBLAS is the fastest for large matmuls, and
-# autotuning against Triton takes seconds of compilation.
+# would leave a quarter of their memory unused: gpu_memory_utilization replaces the fraction. cuBLAS
+# is the fastest for large matmuls, and autotuning against Triton takes seconds of compilation.
+MEMORY_FRACTION = "XLA_CLIENT_MEM_FRACTION"
 GPU_DEFAULTS = {
-    "XLA_CLIENT_MEM_FRACTION": "0.95",
+    MEMORY_FRACTION: "0.95",
     "XLA_FLAGS": "--xla_gpu_enable_triton_gemm=false",
 }
 OLD_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # an alias; JAX refuses both together
@@ -61,12 +62,27 @@ def has_gpu() -> bool:
     return any(Path("/dev").glob("nvidia[0-9]*"))
 
 
-def gpu_settings(environ: Mapping[str, str]) -> dict[str, str]:
-    """GPU_DEFAULTS overridden by the environment; XLA_FLAGS of both are merged."""
-    settings = {name: environ.get(name) or value for name, value in GPU_DEFAULTS.items()}
+def memory_setting(environ: Mapping[str, str], fraction: float | None = None) -> dict[str, str]:
+    """The part of a GPU's memory that JAX takes: that of the environment, else `fraction`."""
     if environ.get(OLD_FRACTION):
-        del settings["XLA_CLIENT_MEM_FRACTION"]
-        settings[OLD_FRACTION] = environ[OLD_FRACTION]
+        return {OLD_FRACTION: environ[OLD_FRACTION]}
+    default = GPU_DEFAULTS[MEMORY_FRACTION] if fraction is None else f"{fraction:g}"
+    return {MEMORY_FRACTION: environ.get(MEMORY_FRACTION) or default}
+
+
+def limit_gpu_memory(fraction: float, environ: Mapping[str, str] = os.environ) -> None:
+    """Let JAX take this part of a GPU's memory, unless the environment has another or JAX has
+    begun."""
+    if has_gpu():
+        os.environ.update(memory_setting(environ, fraction))
+
+
+def gpu_settings(environ: Mapping[str, str], fraction: float | None = None) -> dict[str, str]:
+    """GPU_DEFAULTS, with this part of the memory, overridden by the environment; XLA_FLAGS of both
+    are merged."""
+    settings = {name: environ.get(name) or value for name, value in GPU_DEFAULTS.items()}
+    del settings[MEMORY_FRACTION]
+    settings |= memory_setting(environ, fraction)
     flags = environ.get("XLA_FLAGS", "").split()
     if all(flag.startswith("-") for flag in flags):  # else it is the path of a file with flags
         names = {flag.partition("=")[0] for flag in flags}
@@ -81,6 +97,9 @@ class StartSettings(Protocol):
 
     @property
     def hardware(self) -> str: ...
+
+    @property
+    def gpu_memory_utilization(self) -> float: ...
 
     @property
     def jax_distributed_initialization_timeout(self) -> int: ...
@@ -110,7 +129,7 @@ def start(config: StartSettings, environ: Mapping[str, str] = os.environ) -> Wor
         rendezvous = None
     choose_platform(config.hardware)
     if has_gpu():
-        os.environ.update(gpu_settings(environ))
+        os.environ.update(gpu_settings(environ, config.gpu_memory_utilization))
     if rendezvous is not None:
         initialize_distributed(rendezvous, config.jax_distributed_initialization_timeout)
     if is_initialized():

@@ -20,6 +20,7 @@ SHOW_SECONDS_AFTER = 3
 CLEAR = "\r\x1b[K"
 
 _ACTIVE: "Spinner | None" = None
+_STATUS = ""
 
 
 @contextlib.contextmanager
@@ -41,6 +42,17 @@ def start(text: str) -> None:
     if sys.stderr is None or not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
         return
     _ACTIVE = Spinner(text)
+
+
+def report(text: str) -> None:
+    """Say in `status` what the process is doing."""
+    global _STATUS
+    _STATUS = text
+
+
+def status() -> str:
+    """The last report of the process, such as "warm-up 3 of 12"; empty: none."""
+    return _STATUS
 
 
 def stop() -> None:

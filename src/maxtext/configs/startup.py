@@ -46,6 +46,7 @@ def process_settings(path: str | os.PathLike | None, overrides: Layer) -> Simple
     settings = {}
     for key in (
         "hardware",
+        "gpu_memory_utilization",
         "jax_distributed_initialization_timeout",
         "skip_jax_distributed_system",
     ):

@@ -17,7 +17,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TypeVar
 
+from maxtext.common.errors import UserError
 from maxtext.common.log import LOGGER
+from maxtext.inference.engine.memory import Capacity
 from maxtext.inference.engine.program_cache import Compilation
 from maxtext.inference.engine.sequence import Sequence
 from maxtext.inference.errors import EngineError
@@ -81,16 +83,14 @@ class AsyncEngine:
         max_queue: int = 1024,
     ):
         """Start the thread. `slots` and `length`, the largest number of tokens of a sequence,
-        default to the global batch size and max_target_length of the configuration.
-        """
+        default to those of the configuration. Raises ConfigError if caches do not fit in memory."""
         self.llm = llm
-        self.size = (
-            slots or llm.config.global_batch_size_to_load,
-            length or llm.config.max_target_length,
-        )
+        default = Capacity.from_config(llm.config)
+        fits_slots = default.fits_slots and slots is None
+        self.size = Capacity(slots or default.slots, length or default.length, fits_slots)
         self.engine = llm.engine_for(*self.size)
         self.compilation.is_logged = True
-        self.capacity = self.engine.cache_config.slots + max_queue
+        self.capacity = self.engine.cache_config.slots + max_queue  # sequences
         self.commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self.lock = threading.Lock()  # of the next four
         self.open_streams: dict[int, BaseStream] = {}  # of unfinished requests, by id
@@ -306,7 +306,12 @@ class AsyncEngine:
 
     def replace_engine(self) -> None:
         self.generation_tokens += self.session.num_generated
-        self.engine = self.llm.engine_for(*self.size)
+        try:
+            self.engine = self.llm.engine_for(*self.size)
+        except UserError as error:  # others may have taken its memory
+            LOGGER.error("the engine cannot be created again: %s", error)
+            self.status, self.stopping = "engine_failed", True
+            return
         self.compilation.is_logged = True
         self.session = EngineSession(self.engine, self.llm.tokenizer)
 

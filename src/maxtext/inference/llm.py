@@ -33,11 +33,11 @@ from maxtext.configs.sources import from_python
 from maxtext.configs.startup import configure_process
 from maxtext.configs.types import MaxTextConfig
 from maxtext.inference.adapter_methods import AdapterMethods
-from maxtext.inference.engine.cache_config import MAX_CACHE_FRACTION, fit_slots
 from maxtext.inference.engine.engine import InferenceEngine
-from maxtext.inference.engine.executor import warmup_requests
+from maxtext.inference.engine.memory import Capacity
 from maxtext.inference.engine.programs import Programs
 from maxtext.inference.engine.shapes import next_power_of_two
+from maxtext.inference.engine.warmup import warm_up
 from maxtext.inference.loading import (
     Folders,
     find_eos_ids,
@@ -304,7 +304,7 @@ class LLM(AdapterMethods):
         """Yields (text delta, None) while one request is running, then ("", its completion)."""
         if request.params.n > 1:
             raise RequestError(f"n={request.params.n} completions cannot be one text stream", "n")
-        for delta in self.run([request], slots=1, length=self.config.max_target_length):
+        for delta in self.run([request], Capacity(1, self.config.max_target_length)):
             yield delta.text, None
             if delta.completion is not None:
                 yield "", delta.completion
@@ -313,40 +313,39 @@ class LLM(AdapterMethods):
         self,
         requests: Iterable[GenerationRequest],
         spare_tokens: int = 0,
-        memory_fraction: float = MAX_CACHE_FRACTION,
+        memory_fraction: float | None = None,
     ) -> Iterator[Completion]:
         """Yield the `n` completions of each request, in the order in which they finish. A request
         that cannot be served yields one completion with its `error`; the others continue.
 
         If `requests` is an iterator, it is read as slots become free, and each device runs
         per_device_batch_size sequences at a time. If it is a list and prefix caching is off, more
-        sequences may run at a time: as many as fit into `memory_fraction` of the free memory, with
-        room for `spare_tokens` more tokens each than they need.
+        sequences may run at a time: as many as fit into `memory_fraction` of the free memory (see
+        `Capacity`), with room for `spare_tokens` more tokens each than they need.
         """
-        slots, length = self.config.global_batch_size_to_load, self.config.max_target_length
+        capacity = Capacity.from_config(self.config)
         if isinstance(requests, Sequence) and not self.config.enable_prefix_caching:
+            slots, length, *_ = capacity
             requests = [tokenize(request, self.tokenizer) for request in requests]
             lengths = [size for size in map(sequence_length, requests) if size <= length]
             length = min(length, next_power_of_two(max([1, *lengths])))
             wanted = next_power_of_two(max(sum(request.params.n for request in requests), 1))
             limit = self.config.max_num_seqs or max(slots, MAX_SLOTS)
-            length += spare_tokens
-            slots = fit_slots(self.programs, min(wanted, limit), length, memory_fraction)
-        for delta in self.run(requests, slots, length):
+            capacity = Capacity(min(wanted, limit), length + spare_tokens, True, memory_fraction)
+        for delta in self.run(requests, capacity):
             if delta.completion is not None:
                 yield delta.completion
 
     def run(
         self,
         requests: Iterable[GenerationRequest],
-        slots: int,
-        length: int,
+        capacity: Capacity,
         expects_requests: bool = False,
     ) -> Iterator[CompletionDelta]:
         """Run requests through the engine, and yield the deltas that each step adds to completions.
         `expects_requests`: use the programs of a server, which expects further requests."""
         source, exhausted = enumerate(requests), False
-        engine = self.engine_for(slots, length)
+        engine = self.engine_for(*capacity)
         with engine.lease(expects_requests):
             session = EngineSession(engine, self.tokenizer)
             while session.has_unfinished or not exhausted:
@@ -376,10 +375,17 @@ class LLM(AdapterMethods):
         matcher = build_matcher(request.params, grammar, self.tokenizer, self.config.vocab_size)
         return PreparedRequest(prepared, request, adapter, matcher)
 
-    def engine_for(self, slots: int, length: int) -> InferenceEngine:
-        """The engine for `slots` sequences of up to `length` tokens. It is reused, with its prefix
-        cache, until another size is needed. While it is leased, a second caller gets another
-        engine, which keeps the layout of the weights."""
+    def engine_for(
+        self,
+        slots: int,
+        length: int,
+        fits_slots: bool = False,
+        memory_fraction: float | None = None,
+    ) -> InferenceEngine:
+        """The engine of this `Capacity`, reused with its prefix cache until another is needed.
+        While it is leased, a second caller gets another engine, which keeps the layout of the
+        weights. Raises ConfigError if its caches do not fit in memory."""
+        capacity = Capacity(slots, length, fits_slots and slots > 1, memory_fraction)
         if self.config.capacity_factor > 0:
             raise ConfigError(
                 f"capacity_factor={self.config.capacity_factor:g} lets experts drop tokens, so that"
@@ -387,8 +393,8 @@ class LLM(AdapterMethods):
                 " set -1"
             )
         if self.engine is not None:
-            same_size = self.engine.requested_size == (slots, length)
-            if same_size and not self.engine.leased and not self.engine.failed:
+            is_usable = not self.engine.leased and not self.engine.failed
+            if self.engine.capacity == capacity and is_usable:
                 return self.engine
             self.engine = None  # frees its caches before the next engine allocates its own
         if not any(engine.leased for engine in self.engines):
@@ -396,8 +402,7 @@ class LLM(AdapterMethods):
         self.engine = InferenceEngine(
             self.programs,
             self.weights,
-            slots,
-            length,
+            *capacity,
             max_batched_tokens=self.config.max_num_batched_tokens,
         )
         self.engines.add(self.engine)
@@ -406,20 +411,13 @@ class LLM(AdapterMethods):
     def warm_up(self, params: SamplingParams | None = None) -> None:
         """Compile the programs that `completions` of an iterator needs for requests that are
         sampled like `params`, which default to the decode_sampling_* keys."""
-        config = self.config
-        params = params or SamplingParams.from_config(config)
-        size = config.global_batch_size_to_load, config.max_target_length
-        engine = self.engine_for(*size)
-        chunk_size = engine.scheduler.max_chunk
-        engine.programs.compilation.is_logged = True
-        for requests in warmup_requests(config, params, engine.executor):
-            list(self.completions(iter(requests)))
-            if (
-                chunk_size
-                and chunk_size.only_online
-                and len(requests[0].prompt) > chunk_size.tokens
-            ):
-                list(self.run(requests, *size, expects_requests=True))
+        capacity = Capacity.from_config(self.config)
+
+        def run(requests: list[GenerationRequest], expects_requests: bool) -> None:
+            list(self.run(iter(requests), capacity, expects_requests))
+
+        params = params or SamplingParams.from_config(self.config)
+        warm_up(self.engine_for(*capacity), params, run)
 
     def save(self, folder: str | os.PathLike, progress: Progress | None = None) -> None:
         """Write the weights unchanged to a native folder, with config.yml and the tokenizer."""

@@ -55,8 +55,8 @@ def resolve_config(
     inference: the YAML file at `path`, the environment and `overrides`.
 
     Keys that these leave open have other defaults than in training: layers are unrolled, long
-    prompts are prefilled in chunks, sequences are as long as the learned positions, and weights
-    that are bfloat16 in the checkpoint stay so.
+    prompts are prefilled in chunks, paged caches have as many blocks as memory allows, sequences
+    are as long as the learned positions, and weights that are bfloat16 in the checkpoint stay so.
     The tokenizer is that of the checkpoint's folder, if it has one.
 
     Raises ConfigError if `overrides` set a key that acts only in training. A file may set them.
@@ -73,6 +73,7 @@ def resolve_config(
     defaults = derived("scan_layers", False, "inference")
     overrides = overrides | cache_length_rules(overrides, path)
     defaults |= derived("use_chunked_prefill", True, "inference")
+    defaults |= derived("pagedattn_num_pages", 0, "inference")
     if checkpoint is None:
         return load(path, defaults | overrides)
     if (positions := checkpoint.settings.get("trainable_position_size")) is not None:

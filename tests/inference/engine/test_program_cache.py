@@ -66,13 +66,16 @@ def test_compilation_is_watched_and_logged(monkeypatch, caplog):
 
     cache = ProgramCache(jax.jit, lambda state, x: state + x.sum(), slice(1, None), watch)
     with caplog.at_level(logging.INFO, "maxtext"):
-        for size, compilation.is_logged in ((1, False), (1, True), (2, True)):
+        for size, compilation.is_logged in ((1, False), (1, True), (2, True), (3, True)):
+            compilation.warmup_step = "warm-up 4 of 12" if size == 3 else ""
             cache(jnp.zeros(()), np.ones(size, np.float32))
             assert compilation.state is None
     assert [(each["program"], each["num_compiled"]) for each in states] == [
         ("prefill of 1 tokens", 0),
         ("prefill of 2 tokens", 1),
+        ("prefill of 3 tokens", 2),
     ]
-    start, end = (record.getMessage() for record in caplog.records)
+    start, end, warmup, _ = (record.getMessage() for record in caplog.records)
+    assert warmup == "compiling program 3, prefill of 3 tokens: warm-up 4 of 12"
     assert start == "compiling program 2, prefill of 2 tokens: requests wait"
     assert end.startswith("compiled program 2 in ")

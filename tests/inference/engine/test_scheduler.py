@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from maxtext.common.errors import ConfigError
-from maxtext.inference.engine import executor as executor_module
+from maxtext.inference.engine import layout as layout_module
 from maxtext.inference.engine import shapes
 from maxtext.inference.engine.batches import PrefillBatch
 from maxtext.inference.engine.engine import InferenceEngine
@@ -171,7 +171,7 @@ def collect_decode_rows(monkeypatch, min_rows):
         rows.add(len(batch.block_tables))
         return decode(executor, batch)
 
-    monkeypatch.setattr(executor_module, "MIN_DECODE_ROWS", min_rows)
+    monkeypatch.setattr(layout_module, "MIN_DECODE_ROWS", min_rows)
     monkeypatch.setattr(Executor, "decode", spy)
     return rows
 

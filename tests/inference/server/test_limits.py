@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
+from maxtext.common import progress
 from maxtext.common.errors import ConfigError
 from maxtext.inference.server import http11, lifecycle
 from maxtext.inference.server.errors import ApiError
@@ -59,10 +60,13 @@ def check_error(response, status):
     assert set(error) == {"message", "type", "param", "code"}
 
 
-def test_model_that_is_loading(address):
+def test_model_that_is_loading(address, monkeypatch):
     host, port = address
-    for path in ("/health", "/v1/models"):
+    for path, status in (("/health", ""), ("/v1/models", "warm-up 3 of 12")):
+        monkeypatch.setattr(progress, "_STATUS", status)
         response = httpx.get(f"http://{host}:{port}{path}", timeout=60)
+        message = response.json()["error"]["message"]
+        assert message == "the model is loading" + (f": {status}" if status else "")
         assert (response.status_code, response.json()["error"]["code"]) == (503, "loading")
         assert response.headers["retry-after"]
 

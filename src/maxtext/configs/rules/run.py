@@ -308,6 +308,14 @@ def prompts_fit_in_the_sequence(settings: Settings) -> str | None:
     return None
 
 
+@rule("gpu_memory_utilization")
+def generation_has_memory(settings: Settings) -> str | None:
+    for key in ("gpu_memory_utilization", "kv_cache_memory_fraction"):
+        if getattr(settings, key) == 0:
+            return f"{key}=0 leaves no memory: set it above 0 and at most 1"
+    return None
+
+
 @rule("decode_sampling_strategy")
 def sampling_strategy_has_its_parameter(settings: Settings) -> str | None:
     strategy = settings.decode_sampling_strategy.value

@@ -86,6 +86,7 @@ class Settings(
     InferenceLayout,
     InferenceServer,
     InferenceBenchmark,
+    EngineMemory,
     PrefixCaching,
     AOT,
     MemoryCheck,

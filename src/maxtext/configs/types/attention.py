@@ -324,8 +324,10 @@ class PagedAttention(Group):
 
     pagedattn_num_pages: int = key(
         64,
-        "Pages (blocks) in the KV-cache pool shared by all requests; attention=paged",
-        low=1,
+        "Pages (blocks) in the KV-cache pool shared by all requests; attention=paged. 0, which is "
+        "the default where a model is loaded to generate: as many as its sequences can use and fit "
+        "in memory",
+        low=0,
         needs=PAGED_ATTENTION,
     )
     pagedattn_tokens_per_page: int = key(

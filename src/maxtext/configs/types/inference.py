@@ -2,7 +2,7 @@
 
 from maxtext.configs.types import inert
 from maxtext.configs.types.enums import SamplingStrategy
-from maxtext.configs.types.key import INT64_MAX, Group, key
+from maxtext.configs.types.key import INT64_MAX, OTHER_THAN_ROLLOUTS, Group, key
 
 
 class InferenceGeneral(Group):
@@ -181,6 +181,26 @@ class InferenceBenchmark(Group):
         False,
         "Marks the run as a short benchmark self-test rather than a measurement to keep",
         status=inert.JETSTREAM,
+    )
+
+
+class EngineMemory(Group):
+    """How much memory the caches of the generation engine may take."""
+
+    gpu_memory_utilization: float = key(
+        0.95,
+        "Part of a device's whole memory, above 0 and at most 1, that weights, programs and caches "
+        "may take together, as in vLLM; on a GPU, JAX takes this part when the command starts",
+        low=0,
+        high=1,
+    )
+    kv_cache_memory_fraction: float = key(
+        0.9,
+        "Part of the memory that weights and the temporaries of programs leave, above 0 and at "
+        "most 1, that the caches of generation may take",
+        low=0,
+        high=1,
+        needs=OTHER_THAN_ROLLOUTS,
     )
 
 

@@ -264,6 +264,9 @@ NO_ADVANTAGES = Need(
 ROWS_OF_DATA = Need(
     lambda s: not s.use_grpo, "rows of data: a step of use_grpo has batch_size prompts"
 )
+OTHER_THAN_ROLLOUTS = Need(
+    lambda s: not s.use_grpo, "requests: hbm_utilization_vllm limits the caches of rollouts"
+)
 RL_EVALUATION = Need(
     lambda s: s.use_grpo and s.num_test_batches, "use_grpo=true and num_test_batches"
 )

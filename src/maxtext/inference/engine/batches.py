@@ -179,6 +179,7 @@ class BatchBuilder:
     reads_in_place: bool  # decode reads blocks in place, as far as they are filled
     decode_rows: tuple[int, ...]  # how many slots a decode program may have, in increasing order
     vocab_size: int
+    max_batched_tokens: int = shapes.MAX_PREFILL_TOKENS  # of a prefill batch of several rows
     has_adapters: bool = False
     can_roll_back: bool = False  # the newest tokens of a sequence can be dropped from its caches
     groups_prefixes: bool = False  # decode reads blocks of several sequences once
@@ -193,7 +194,9 @@ class BatchBuilder:
             width, rows = shapes.packed_shape(sum(count for _, count in chunks), len(chunks))
         else:
             width = shapes.row_tokens(chunks[0][1])
-            rows = shapes.prefill_rows(len(chunks), width, self.num_slots, self.few_programs)
+            rows = shapes.prefill_rows(
+                len(chunks), width, self.num_slots, self.few_programs, self.max_batched_tokens
+            )
         shape = (1 if packed else rows, width)
         token_ids = np.zeros(shape, np.int32)
         positions = np.full(shape, -1, np.int32)

@@ -1,22 +1,19 @@
-"""The size of the caches, and of the chunks that fill them: what the configuration asks for, and
-what fits in memory."""
+"""The size of the caches, and of the chunks that fill them, as the configuration asks for it."""
 
 import functools
 
-import jax
 import jax.numpy as jnp
 
 from maxtext.common.errors import ConfigError
-from maxtext.common.hardware import host_memory_bytes
 from maxtext.common.log import LOGGER
 from maxtext.configs.types import MaxTextConfig
 from maxtext.inference.engine.executor import Executor
+from maxtext.inference.engine.layout import EngineLayout
 from maxtext.inference.engine.prefix_cache import BlockPool, PrefixCache
 from maxtext.inference.engine.programs import Programs
 from maxtext.inference.engine.shapes import MAX_PREFILL_TOKENS, ChunkSize
 from maxtext.layers.cache import CacheConfig
 
-MAX_CACHE_FRACTION = 0.7  # of free memory; programs also need some
 # Tokens of a prompt in one prefill program, unless prefill_chunk_size is set. On CPUs a program of
 # more tokens takes longer without being more efficient.
 CPU_CHUNK_TOKENS, CHUNK_TOKENS = 512, MAX_PREFILL_TOKENS
@@ -25,16 +22,16 @@ CPU_CHUNK_TOKENS, CHUNK_TOKENS = 512, MAX_PREFILL_TOKENS
 CPU_CHUNK_LOGITS, CHUNK_LOGITS = 1 << 26, 1 << 29
 
 
-def make_cache_config(programs: Programs, slots: int, length: int) -> CacheConfig:
-    """The caches for `slots` sequences of up to `length` tokens."""
+def make_cache_config(
+    programs: Programs, slots: int, length: int, num_blocks: int | None = None
+) -> CacheConfig:
+    """The caches for `slots` sequences of up to `length` tokens. `num_blocks`: of caches that have
+    blocks; None: the most of `block_range`."""
     config = programs.config
-    block_size = num_blocks = None
-    if config.attention == "paged" or config.enable_prefix_caching:
+    block_size = None
+    if has_blocks(config):
         block_size = config.pagedattn_tokens_per_page
-        if config.attention == "paged":
-            num_blocks = config.pagedattn_num_pages
-        else:  # as many blocks for idle prefixes as sequences need at most
-            num_blocks = 2 * slots * -(-length // block_size)
+        num_blocks = num_blocks or block_range(config, slots, length)[1]
     quantized = None
     if config.quantize_kvcache:
         quantized = {"int8": jnp.int8, "int4": jnp.int4}[config.kv_quant_dtype]
@@ -43,30 +40,42 @@ def make_cache_config(programs: Programs, slots: int, length: int) -> CacheConfi
         length,
         dtype=config.dtype.value,
         block_size=block_size,
-        num_blocks=num_blocks,
+        num_blocks=None if block_size is None else num_blocks,
         quantized=quantized,
         scale_by_head=config.kv_quant_axis.value == "dkv",
         context=programs.build,
     )
 
 
-def fit_slots(
-    programs: Programs, slots: int, length: int, memory_fraction: float = MAX_CACHE_FRACTION
-) -> int:
-    """`slots`, halved until their caches fit in this part of free memory; at least one. The key
-    pagedattn_num_pages sets the size of a paged cache, however many slots share it.
+def has_blocks(config: MaxTextConfig) -> bool:
+    """Whether sequences share a pool of blocks."""
+    return config.attention == "paged" or config.enable_prefix_caching
+
+
+def block_range(
+    config: MaxTextConfig,
+    slots: int,
+    length: int,
+    all_at_once: bool = False,
+    entry_bytes: int = 1,
+) -> tuple[int, int]:
+    """The fewest blocks for `slots` sequences of up to `length` tokens, and the most that they can
+    use. A sequence waits for blocks unless `all_at_once`. With prefix caching, idle prefixes may
+    have as many again, if prefix_caching_hbm_byte is enough for their `entry_bytes` each.
     """
-    if programs.config.attention == "paged":
-        return slots
-    cache_config = make_cache_config(programs, 1, length)
-    with programs.context():
-        state = programs.init_state.eval_shape(cache_config)  # traced once
-    slot_bytes = sum(array.size * array.dtype.itemsize for array in jax.tree.leaves(state.caches))
-    memory = jax.local_devices()[0].memory_stats() or {}
-    free = memory.get("bytes_limit", host_memory_bytes() // 2) - memory.get("bytes_in_use", 0)
-    while slots > 1 and slots * slot_bytes > free * programs.rules.mesh.size * memory_fraction:
-        slots //= 2
-    return slots
+    if not has_blocks(config):
+        return slots, slots
+    is_paged = config.attention == "paged"
+    if is_paged and config.pagedattn_num_pages:
+        return config.pagedattn_num_pages, config.pagedattn_num_pages
+    sequence_blocks = -(-length // config.pagedattn_tokens_per_page)
+    if config.pagedattn_max_pages_per_group > 0:
+        sequence_blocks = min(sequence_blocks, config.pagedattn_max_pages_per_group)
+    needed = slots * sequence_blocks
+    idle = 0
+    if config.enable_prefix_caching:
+        idle = min(needed, config.prefix_caching_hbm_byte // max(entry_bytes, 1))
+    return (sequence_blocks if is_paged and not all_at_once else needed), needed + idle
 
 
 def check_cache(programs: Programs, cache_config: CacheConfig) -> None:
@@ -93,7 +102,7 @@ def no_cache_reason(config: MaxTextConfig) -> str:
 
 
 def prefill_chunk_size(
-    programs: Programs, executor: Executor, max_batched_tokens: int | None
+    programs: Programs, layout: EngineLayout, max_batched_tokens: int | None
 ) -> ChunkSize | None:
     """How much of a prompt one prefill program computes; None: all of it. No more than
     `max_batched_tokens`."""
@@ -109,7 +118,7 @@ def prefill_chunk_size(
         tokens = CPU_CHUNK_TOKENS if is_cpu else CHUNK_TOKENS
         tokens = tokens if limit is None else min(tokens, limit)
         log_once(f"prefill: prompts of more than {tokens} tokens in chunks")
-        heads = executor.chunk_logits_heads(tokens)
+        heads = layout.chunk_logits_heads(tokens)
         max_logits = CPU_CHUNK_LOGITS if is_cpu else CHUNK_LOGITS
         # By fast attention, a whole prompt takes less time than its chunks: on an H200, 3.5 ms
         # instead of about 7.8 for 16,384 tokens of 32 heads in a layer.

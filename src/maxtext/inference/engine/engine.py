@@ -28,14 +28,19 @@ from maxtext.inference.engine.batches import (
 from maxtext.inference.engine.cache_config import (
     build_prefix_cache,
     check_cache,
-    fit_slots,
     make_cache_config,
     prefill_chunk_size,
 )
 from maxtext.inference.engine.executor import Executor
+from maxtext.inference.engine.memory import Capacity, EngineSizer
 from maxtext.inference.engine.programs import Programs
 from maxtext.inference.engine.scheduler import Chunks, Scheduler
-from maxtext.inference.engine.sequence import Sequence, StepOutput
+from maxtext.inference.engine.sequence import (
+    Sequence,
+    StepOutput,
+    accepted_tokens,
+    add_prompt_logprobs,
+)
 from maxtext.inference.requests import GenerationRequest
 from maxtext.inference.sampling.bad_words import TokenMatcher
 from maxtext.inference.sampling.grammar import FAILURE
@@ -76,23 +81,40 @@ class InferenceEngine:
         weights: Tree,
         slots: int,
         length: int,
+        fits_slots: bool = False,
+        memory_fraction: float | None = None,
         timed: bool = True,
         max_batched_tokens: int | None = None,
         shared_prompts: bool = False,
     ):
         """`shared_prompts`: nearly all requests are for several completions of a prompt. It is
-        prefilled once, and decode programs always read its blocks once for all of them."""
+        prefilled once, and decode programs always read its blocks once for all of them.
+        `fits_slots` and `memory_fraction` are as in `Capacity`. Raises ConfigError if the caches do
+        not fit in memory."""
         config, build = programs.config, programs.build
-        self.requested_size = slots, length
+        check_cache(programs, make_cache_config(programs, slots, length))
+        self.capacity = Capacity(slots, length, fits_slots, memory_fraction)
         fast_single_row = build.decode_rows == 1 or config.quantization == "int8"
         if slots < MIN_GPU_SLOTS and build.platform == "gpu" and not fast_single_row:
-            slots = fit_slots(programs, MIN_GPU_SLOTS, length)
-        cache_config = make_cache_config(programs, slots, length)
-        check_cache(programs, cache_config)
+            slots, fits_slots = MIN_GPU_SLOTS, True
+        with programs.context():
+            decode_weights = programs.decode_weights(weights)
+        sizer = EngineSizer(
+            programs,
+            weights,
+            decode_weights,
+            length,
+            fits_slots=fits_slots,
+            memory_fraction=memory_fraction,
+            shared_prompts=shared_prompts,
+        )
+        size = sizer.size(slots, max_batched_tokens)
+        cache_config, max_batched_tokens = size.cache_config, size.max_batched_tokens
         self.programs = programs
         self.cache_config = cache_config
-        self.executor = Executor(programs, weights, cache_config)
-        self.batches = self.executor.batch_builder(shared_prompts)
+        self.executor = Executor(programs, weights, cache_config, decode_weights)
+        max_tokens = max_batched_tokens or shapes.MAX_PREFILL_TOKENS
+        self.batches = self.executor.batch_builder(shared_prompts, max_tokens)
         self.prefix_cache = build_prefix_cache(config, self.executor)
         chunk_size = prefill_chunk_size(programs, self.executor, max_batched_tokens)
         self.scheduler = Scheduler(
@@ -102,7 +124,7 @@ class InferenceEngine:
             supports_packing=self.executor.supports_packing,
             snapshots=self.prefix_cache.enabled and self.executor.has_slot_caches,
             chunk_size=chunk_size,
-            max_batched_tokens=max_batched_tokens or shapes.MAX_PREFILL_TOKENS,
+            max_batched_tokens=max_tokens,
         )
         self.max_length = self.max_sequence_length()
         self.in_flight: deque[InFlightStep] = deque()
@@ -466,31 +488,3 @@ class InferenceEngine:
             self.prefix_cache.insert(
                 sequence.token_ids[:length], blocks, snapshot, sequence.cache_namespace
             )
-
-
-def add_prompt_logprobs(
-    sequence: Sequence, logprobs: Logprobs, index: tuple[int, int], start: int, count: int
-) -> None:
-    """Append the log-probabilities that a chunk of `count` tokens from position `start` on gives
-    to the tokens after them. `index` is where the chunk begins in logprobs [R, C].
-    """
-    row, column = index
-    first = len(sequence.prompt_logprobs)  # the token that has none yet
-    skipped = first - 1 - start
-    end = min(start + count + 1, len(sequence.prompt_ids))
-    if skipped < 0 or first >= end:
-        return
-    chunk = jax.tree.map(lambda x: x[row, column + skipped : column + count], logprobs)
-    num_top = sequence.params.prompt_logprobs or 0
-    sequence.prompt_logprobs += to_host(chunk, sequence.prompt_ids[first:end], num_top)
-
-
-def accepted_tokens(sequence: Sequence, tokens: list[int]) -> list[int]:
-    """The tokens of a program up to the first that the grammar of the sequence does not allow. A
-    negative value, which is no token, ends them and stays.
-    """
-    if sequence.grammar is None:
-        return tokens
-    count = next((index for index, token in enumerate(tokens) if token < 0), len(tokens))
-    num_accepted = sequence.grammar.accept(tokens[:count])
-    return tokens[:num_accepted] if num_accepted < count else tokens

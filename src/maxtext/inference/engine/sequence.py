@@ -3,8 +3,10 @@
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
+import jax
+
 from maxtext.inference.sampling.bad_words import TokenMatcher
-from maxtext.inference.sampling.logprobs import TokenLogprobs
+from maxtext.inference.sampling.logprobs import Logprobs, TokenLogprobs, to_host
 from maxtext.inference.sampling.params import SamplingParams
 
 
@@ -107,3 +109,31 @@ class StepOutput:
     started_at: float = 0.0
     finish_reason: str | None = None
     error: str | None = None
+
+
+def add_prompt_logprobs(
+    sequence: Sequence, logprobs: Logprobs, index: tuple[int, int], start: int, count: int
+) -> None:
+    """Append the log-probabilities that a chunk of `count` tokens from position `start` on gives
+    to the tokens after them. `index` is where the chunk begins in logprobs [R, C].
+    """
+    row, column = index
+    first = len(sequence.prompt_logprobs)  # the token that has none yet
+    skipped = first - 1 - start
+    end = min(start + count + 1, len(sequence.prompt_ids))
+    if skipped < 0 or first >= end:
+        return
+    chunk = jax.tree.map(lambda x: x[row, column + skipped : column + count], logprobs)
+    num_top = sequence.params.prompt_logprobs or 0
+    sequence.prompt_logprobs += to_host(chunk, sequence.prompt_ids[first:end], num_top)
+
+
+def accepted_tokens(sequence: Sequence, tokens: list[int]) -> list[int]:
+    """The tokens of a program up to the first that the grammar of the sequence does not allow. A
+    negative value, which is no token, ends them and stays.
+    """
+    if sequence.grammar is None:
+        return tokens
+    count = next((index for index, token in enumerate(tokens) if token < 0), len(tokens))
+    num_accepted = sequence.grammar.accept(tokens[:count])
+    return tokens[:num_accepted] if num_accepted < count else tokens

@@ -60,11 +60,18 @@ def max_prefill_rows(tokens: int, max_tokens: int = MAX_PREFILL_TOKENS) -> int:
     return next_power_of_two(max(1, max_tokens // tokens) + 1) // 2
 
 
-def prefill_rows(count: int, tokens: int, num_slots: int, few_programs: bool) -> int:
-    """The rows of a prefill batch for `count` prompts of up to `tokens` tokens."""
+def prefill_rows(
+    count: int,
+    tokens: int,
+    num_slots: int,
+    few_programs: bool,
+    max_tokens: int = MAX_PREFILL_TOKENS,
+) -> int:
+    """The rows of a prefill batch for `count` prompts of up to `tokens` tokens, where a batch has
+    up to `max_tokens`."""
     if not few_programs:
         return next_power_of_two(count)
-    most = min(max_prefill_rows(tokens), next_power_of_two(num_slots))
+    most = min(max_prefill_rows(tokens, max_tokens), next_power_of_two(num_slots))
     return next(rows for rows in (1, min(FEW_ROWS, most), most) if rows >= count)
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from maxtext.common import progress
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.common.extras import require
 from maxtext.common.processes import freeze_objects
@@ -137,7 +138,7 @@ def bind_unix(path: str) -> socket.socket:
 
 class LoadingApp:
     """An ASGI application that can be served before its model is loaded: until `app` is set, every
-    request gets status 503 with the code `loading`.
+    request gets status 503 with the code `loading` and what the process reports of its progress.
     """
 
     def __init__(self) -> None:
@@ -148,9 +149,9 @@ class LoadingApp:
             await self.app(scope, receive, send)
         elif scope["type"] == "http":
             headers = {"Retry-After": "5"}
-            error = ApiError(
-                503, "the model is loading", SERVER_ERROR, code="loading", headers=headers
-            )
+            status = progress.status()
+            message = "the model is loading" + (f": {status}" if status else "")
+            error = ApiError(503, message, SERVER_ERROR, code="loading", headers=headers)
             await error_response(error)(scope, receive, send)
 
 

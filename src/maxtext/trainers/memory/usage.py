@@ -123,7 +123,7 @@ def check_state(context: RunContext, free: FreeMemory) -> None:
 
 def check_sampling(context: RunContext, free: FreeMemory) -> None:
     """Raise OutOfDeviceMemory if the state does not fit with the cache of one rollout. If it does
-    not with those of all, the engine samples fewer at a time (`fit_slots`), which is a warning."""
+    not with those of all, the engine samples fewer at a time (`EngineSizer`): a warning."""
     config = context.config
     shortage = free.shortage(sampling_bytes(context))
     if not shortage:

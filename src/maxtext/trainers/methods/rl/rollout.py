@@ -14,6 +14,7 @@ number of slots do not change a text.
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +24,7 @@ from maxtext.checkpoint.open import Checkpoint, open_checkpoint
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.common.types import Tree
 from maxtext.configs.types import MaxTextConfig
-from maxtext.inference.engine.cache_config import fit_slots, make_cache_config
+from maxtext.inference.engine.cache_config import make_cache_config
 from maxtext.inference.engine.engine import InferenceEngine
 from maxtext.inference.engine.programs import Programs
 from maxtext.inference.llm import MAX_SLOTS
@@ -121,7 +122,6 @@ class Sampler:
             logprobs_temperature=config.decode_sampling_temperature if config.use_grpo else 1.0,
         )
         self.tokenizer = load_tokenizer(config) if config.stop_strings else None
-        self.paged: dict[int, Programs] = {}  # by the number of blocks
         self.engine: InferenceEngine | None = None
         self.session: EngineSession | None = None  # of the lease
         self.requests: dict[int, GenerationRequest] = {}  # of the session, by index
@@ -140,40 +140,38 @@ class Sampler:
             shardings = self.rules.shardings(self.template.axes, self.template.weights)
             weights = jax.device_put(weights, jax.tree.map(on_device, shardings))
         length = cache_length(config)
-        limit = min(num_requests, config.max_num_seqs or MAX_SLOTS)
-        slots = fit_slots(self.programs, limit, length, config.hbm_utilization_vllm)
         # Time must not decide which programs run: a resumed run samples the same bits.
         self.engine = InferenceEngine(
-            self.paged_programs(slots, length) or self.programs,
+            self.paged_programs or self.programs,
             weights,
-            slots,
+            min(num_requests, config.max_num_seqs or MAX_SLOTS),
             length,
+            fits_slots=True,
+            memory_fraction=config.hbm_utilization_vllm,
             timed=False,
             max_batched_tokens=config.max_num_batched_tokens,
             shared_prompts=bool(config.use_grpo) and config.num_generations > 1,
         )
         check_synced(trainer_weights, self.engine.weights)
 
-    def paged_programs(self, slots: int, length: int) -> Programs | None:
-        """Programs with a paged KV cache for this number of sequences, which decode steps read in
-        place on one GPU; None on other devices, or if the keys already say how caches are."""
+    @cached_property
+    def paged_programs(self) -> Programs | None:
+        """Programs with a paged KV cache, which decode steps read in place on one GPU; None on
+        other devices, or if the keys already say how caches are."""
         config = self.config
         has_keys = config.attention == "paged" or config.enable_prefix_caching
         if has_keys or not self.programs.has_caches or self.programs.build.only_platform != "gpu":
             return None
-        num_blocks = slots * -(-length // PAGE_TOKENS)
-        if num_blocks not in self.paged:
-            keys = {
-                "attention": "paged",
-                "pagedattn_tokens_per_page": PAGE_TOKENS,
-                "pagedattn_num_pages": num_blocks,
-            }
-            self.paged[num_blocks] = replace(
-                self.programs,
-                config=config.model_copy(update=keys),
-                decode_template=merged_template(config, self.template, self.rules),
-            )
-        return self.paged[num_blocks]
+        keys = {
+            "attention": "paged",
+            "pagedattn_tokens_per_page": PAGE_TOKENS,
+            "pagedattn_num_pages": 0,  # as many as the sequences need
+        }
+        return replace(
+            self.programs,
+            config=config.model_copy(update=keys),
+            decode_template=merged_template(config, self.template, self.rules),
+        )
 
     def release(self) -> None:
         """Free the caches, and drop the weights."""
