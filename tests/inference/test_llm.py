@@ -3,14 +3,20 @@ invalid calls.
 """
 
 import json
+import logging
 from dataclasses import replace
 from itertools import zip_longest
 
+import jax
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache as jax_cache
 
 from maxtext import LLM
+from maxtext.common import progress
 from maxtext.common.errors import ConfigError, UserError
+from maxtext.common.log import LOGGER
+from maxtext.configs import startup
 from maxtext.inference import GenerationRequest, SamplingParams
 from maxtext.inference.engine.executor import Executor
 from maxtext.layers.context import REFERENCE
@@ -299,6 +305,47 @@ def test_warm_up_compiles_what_is_needed(folder):
         ]
         list(llm.completions(iter(requests)))
         assert num_compiled(llm) == compiled
+
+
+@pytest.fixture
+def compilation_cache(tmp_path, monkeypatch):
+    """A folder of compiled programs for one test, which takes even small ones."""
+    flags = (startup.FOLDER, startup.ENABLED, "jax_persistent_cache_min_compile_time_secs")
+    values = {flag: getattr(jax.config, flag) for flag in flags}
+    monkeypatch.setattr(startup, "MIN_COMPILE_SECONDS", 0)
+    yield tmp_path
+    for flag, value in values.items():
+        jax.config.update(flag, value)
+    jax_cache.reset_cache()
+
+
+@pytest.mark.slow
+def test_second_warm_up_takes_its_programs_from_the_cache(
+    folder, compilation_cache, monkeypatch, caplog
+):
+    monkeypatch.setattr(LOGGER, "propagate", True)
+    reports = []
+    monkeypatch.setattr(progress, "report", reports.append)
+    sizes = {"max_target_length": 32, "max_prefill_predict_length": 8, "per_device_batch_size": 2}
+    counts = []
+    for _ in range(2):
+        reports.clear()
+        caplog.clear()
+        with caplog.at_level(logging.INFO, "maxtext"):
+            LLM.load(
+                folder,
+                **EXACT,
+                **sizes,
+                enable_model_warmup=True,
+                jax_cache_dir=str(compilation_cache),
+            )
+        *_, last = (record for record in caplog.records if record.msg.startswith("warm-up: "))
+        counts.append((last.args[0], last.args[2]))
+        steps = len(reports) - 1
+        assert reports == [*(f"warm-up {step + 1} of {steps}" for step in range(steps)), ""]
+    (programs, first_hits), (again, second_hits) = counts
+    assert programs == again > 0
+    assert second_hits >= programs > first_hits
 
 
 def num_compiled(llm):

@@ -304,7 +304,7 @@ class LLM(AdapterMethods):
         """Yields (text delta, None) while one request is running, then ("", its completion)."""
         if request.params.n > 1:
             raise RequestError(f"n={request.params.n} completions cannot be one text stream", "n")
-        for delta in self.run([request], Capacity(1, self.config.max_target_length)):
+        for delta in self.run([request], slots=1, length=self.config.max_target_length):
             yield delta.text, None
             if delta.completion is not None:
                 yield "", delta.completion
@@ -332,20 +332,23 @@ class LLM(AdapterMethods):
             wanted = next_power_of_two(max(sum(request.params.n for request in requests), 1))
             limit = self.config.max_num_seqs or max(slots, MAX_SLOTS)
             capacity = Capacity(min(wanted, limit), length + spare_tokens, True, memory_fraction)
-        for delta in self.run(requests, capacity):
+        for delta in self.run(requests, *capacity):
             if delta.completion is not None:
                 yield delta.completion
 
     def run(
         self,
         requests: Iterable[GenerationRequest],
-        capacity: Capacity,
+        slots: int,
+        length: int,
+        fits_slots: bool = False,
+        memory_fraction: float | None = None,
         expects_requests: bool = False,
     ) -> Iterator[CompletionDelta]:
-        """Run requests through the engine, and yield the deltas that each step adds to completions.
+        """Run requests through the engine of this `Capacity`, and yield the deltas of each step.
         `expects_requests`: use the programs of a server, which expects further requests."""
         source, exhausted = enumerate(requests), False
-        engine = self.engine_for(*capacity)
+        engine = self.engine_for(slots, length, fits_slots, memory_fraction)
         with engine.lease(expects_requests):
             session = EngineSession(engine, self.tokenizer)
             while session.has_unfinished or not exhausted:
@@ -414,7 +417,7 @@ class LLM(AdapterMethods):
         capacity = Capacity.from_config(self.config)
 
         def run(requests: list[GenerationRequest], expects_requests: bool) -> None:
-            list(self.run(iter(requests), capacity, expects_requests))
+            list(self.run(iter(requests), *capacity, expects_requests=expects_requests))
 
         params = params or SamplingParams.from_config(self.config)
         warm_up(self.engine_for(*capacity), params, run)

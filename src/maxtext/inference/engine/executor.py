@@ -5,6 +5,7 @@ from typing import TypeVar
 import jax
 import numpy as np
 
+from maxtext.common.errors import ConfigError, out_of_memory
 from maxtext.common.types import Tree
 from maxtext.inference.engine.batches import (
     DecodeBatch,
@@ -39,15 +40,21 @@ class Executor(EngineLayout):
         cache_config: CacheConfig,
         decode_weights: Tree | None = None,
     ):
-        """`decode_weights`: those of `programs.decode_weights`, if there are any yet."""
+        """`decode_weights`: those of `programs.decode_weights`, if there are any yet. Raises
+        ConfigError if the device has no memory for the state."""
         super().__init__(programs, cache_config)
         if decode_weights is None:
             self.set_weights(weights)
         else:
             self.weights, self.decode_weights = weights, decode_weights
         self.processors: ProcessorState | None = None  # once a request uses one
-        with programs.context():
-            self.state = programs.init_state(cache_config)
+        try:
+            with programs.context():
+                self.state = programs.init_state(cache_config)
+        except jax.errors.JaxRuntimeError as error:
+            if (reason := out_of_memory(error)) is None:
+                raise
+            raise ConfigError(str(reason)) from error
 
     def set_weights(self, weights: Tree) -> None:
         """Use these weights in all programs that are dispatched from now on."""

@@ -1,4 +1,4 @@
-"""What the programs of an engine can do, and what its state takes, by the size of its caches."""
+"""The abilities of an engine's programs, and the size of its state, by the size of its caches."""
 
 from dataclasses import replace
 from functools import cached_property

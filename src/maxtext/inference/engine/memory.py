@@ -53,6 +53,9 @@ OBVIOUS_PART = 0.5
 # take no more than this part of the free memory.
 MAX_TEMPORARIES_PART = 0.25
 MIN_BATCHED_TOKENS = 128
+# Sizes that errors name leave the rest of the memory for caches: less is free at the next start, as
+# on CPUs, where compilation takes host memory.
+ADVISED_PART = 0.95
 UNKNOWN = sys.maxsize
 
 
@@ -131,15 +134,14 @@ class EngineSizer:
             return wanted
         while self.fits_slots and slots > 1 and self.least_bytes(slots) > self.for_caches(0):
             slots //= 2
-        while True:
-            tokens, temporaries = self.fit_tokens(slots, max_batched_tokens)
-            available = self.for_caches(temporaries.most)
-            if self.least_bytes(slots) <= available:
-                break
+        tokens, temporaries = self.fit_tokens(slots, max_batched_tokens)
+        while self.least_bytes(slots) > self.for_caches(temporaries.most):
             if not self.fits_slots or slots == 1:
                 raise self.refusal(slots, temporaries.most)
             slots //= 2
-        layout = self.layout(slots, available)
+            if temporaries.decode > MAX_TEMPORARIES_PART * self.free:  # fewer slots take less
+                tokens, temporaries = self.fit_tokens(slots, max_batched_tokens)
+        layout = self.layout(slots, self.for_caches(temporaries.most))
         size = EngineSize(layout.cache_config, tokens)
         self.report(wanted, size, temporaries.most)
         return size
@@ -233,17 +235,23 @@ class EngineSizer:
     def fit_tokens(self, slots: int, tokens: int | None) -> tuple[int | None, Temporaries]:
         """The tokens of a prefill batch, halved until its temporaries leave enough for the caches,
         and the temporaries. Enough is all that the slots can use, or else MAX_TEMPORARIES_PART.
+        Limits whose temporaries, in proportion to the tokens, would be too large are not compiled.
         """
-        most = self.state_bytes(slots, self.blocks(slots)[1])
+        least, most = (self.state_bytes(slots, blocks) for blocks in self.blocks(slots))
+        measured = max(tokens or shapes.MAX_PREFILL_TOKENS, shapes.row_tokens(self.length))
         temporaries = self.temporaries(slots, tokens)
         for smaller in smaller_limits(tokens):
             available = self.for_caches(temporaries.most)
             is_small = temporaries.prefill <= MAX_TEMPORARIES_PART * self.free
             if most <= available or temporaries.prefill <= temporaries.decode:
                 break
-            if is_small and self.least_bytes(slots) <= available:
+            if is_small and least <= available:
                 break
-            tokens, temporaries = smaller, self.temporaries(slots, smaller)
+            predicted = temporaries.prefill * smaller // measured
+            is_large = predicted > MAX_TEMPORARIES_PART * self.free
+            if is_large and most > self.for_caches(predicted) and smaller > MIN_BATCHED_TOKENS:
+                continue
+            tokens, measured, temporaries = smaller, smaller, self.temporaries(slots, smaller)
         return tokens, temporaries
 
     def temporaries(self, slots: int, max_batched_tokens: int | None) -> Temporaries:
@@ -307,7 +315,7 @@ class EngineSizer:
         )
 
     def advice(self, slots: int, temporaries: int) -> str:
-        available = self.for_caches(temporaries)
+        available = int(ADVISED_PART * self.for_caches(temporaries))
         if is_pool_size_chosen(self.config):
             blocks = (available - slots * self.slot_bytes) // max(self.block_bytes, 1)
             if blocks >= 1:
@@ -316,7 +324,8 @@ class EngineSizer:
             if (fitting := self.most_slots(slots, available)) > 0:
                 return f"per_device_batch_size={fitting:g} fits, or lower max_target_length"
             slots //= 2
-            available = self.for_caches(self.temporaries(slots, MIN_BATCHED_TOKENS).most)
+            smallest = self.temporaries(slots, MIN_BATCHED_TOKENS)
+            available = int(ADVISED_PART * self.for_caches(smallest.most))
         if length := self.most_length(available):
             return f"max_target_length={length} fits"
         return (

@@ -39,7 +39,7 @@ def warm_up(engine: InferenceEngine, params: SamplingParams, run: Run) -> None:
         compilation.is_logged, compilation.warmup_step = is_logged, ""
         progress.report("")
     LOGGER.info(
-        "warm-up: %d programs in %.1f s, %d of them and their parts from the compilation cache",
+        "warm-up: %d programs in %.1f s, with %d compilations from jax_cache_dir",
         compilation.num_compiled - num_before,
         time.monotonic() - start,
         num_cache_hits() - num_hits,
