@@ -213,7 +213,7 @@ WI = "layers/1/mlp/wi_0/weight"
 DAMAGE = {
     "no scale": (
         lambda arrays: arrays.pop(f"{WI}.scale"),
-        rf"{WI} is of integers and has no {WI}.scale",
+        rf"{WI} has codes and has no {WI}.scale",
     ),
     "no kernel": (lambda arrays: arrays.pop(WI), rf"{WI}.scale has no weight to scale"),
     "other groups": (
@@ -259,8 +259,8 @@ def test_contradicting_quantization_keys_raise(folders, llama, tmp_path):
         ConfigError, match="checkpoint_is_quantized=true, but plain has no quantized weights"
     ):
         loaded(Plain(param_infos), config, template, param_infos)
-    config, template, param_infos = llama.model("quantization=fp8")
-    with pytest.raises(ConfigError, match=r"quantization=fp8 \(.*\) is for training"):
+    config, template, param_infos = llama.model("quantization=fp8_full")
+    with pytest.raises(ConfigError, match=r"quantization=fp8_full \(.*\) is for training"):
         loaded(Plain(param_infos), config, template, param_infos)
     with pytest.raises(
         ConfigError, match="save_quantized_params_path=x .* would do nothing: it needs quantization"
@@ -270,6 +270,6 @@ def test_contradicting_quantization_keys_raise(folders, llama, tmp_path):
     text = (int8 / "config.yml").read_text().replace("quantization: int8", "")
     (tmp_path / "unsaid" / "config.yml").write_text(text)
     with pytest.raises(
-        UserError, match=r"config.yml must say quantization: int8 or int4, not None"
+        UserError, match=r"config.yml must say quantization: fp8 or int8 or int4, not None"
     ):
         open_checkpoint(tmp_path / "unsaid")

@@ -58,7 +58,9 @@ MERGED = {
     ),
     "experts": ({"decoder_block": "mixtral", **EXPERTS}, 1),
     "scanned": ({"decoder_block": "llama2", "scan_layers": True}, 0),
-    "int8": ({"decoder_block": "llama2", "quantization": "int8"}, 0),
+    "int8": ({"decoder_block": "llama2", "quantization": "int8"}, 5),
+    "int4": ({"decoder_block": "llama2", "quantization": "int4"}, 5),
+    "fp8": ({"decoder_block": "mixtral", "quantization": "fp8", **EXPERTS}, 3),
 }
 
 
@@ -125,14 +127,18 @@ FAMILIES = {
     "one branch, biases": ({"decoder_block": "gpt3"}, {"gemv", "split_qkv"}),
     "int8 cache": ({"decoder_block": "llama2", "quantize_kvcache": True}, ALL),
     "float32": ({"decoder_block": "llama2", "dtype": "float32"}, {"split_qkv"}),
+    "int8": ({"decoder_block": "llama2", "quantization": "int8"}, ALL),
+    "fp8": ({"decoder_block": "llama2", "quantization": "fp8"}, ALL),
+    "int4": ({"decoder_block": "llama2", "quantization": "int4"}, ALL),
 }
 
 
 @pytest.fixture
 def kernels(monkeypatch):
     """The names of the kernels that ran, interpreted with few programs."""
-    for tiles in ("PAIRS", "SINGLE"):
-        monkeypatch.setattr(gemv, tiles, gemv.Tiles(16, 512, 1))
+    tiles = dict.fromkeys(gemv.PAIRS, (gemv.Tiles(16, 512, 1),) * 2)
+    for table in ("PAIRS", "SINGLE"):
+        monkeypatch.setattr(gemv, table, tiles)
     with interpreted_kernels() as names:
         yield names
 

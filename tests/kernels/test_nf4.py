@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 from scipy.stats import norm
 
-from maxtext.kernels.weight_only import NF4_LEVELS, quantize_weight, weight_only_matmul
+from maxtext.kernels.weight_matmul import weight_matmul
+from maxtext.kernels.weight_only import NF4_LEVELS, quantize_weight
 
 
 def test_levels_are_quantiles_of_a_normal_distribution():
@@ -40,7 +41,7 @@ def test_gradient_of_the_input_is_that_of_the_dequantized_weight():
         quantized = quantize_weight(jnp.asarray(weight), (0, 1), dtype, 32)
 
         def total(x, quantized=quantized):
-            return jnp.square(weight_only_matmul(x, [quantized], 2, "float32")[0]).sum()
+            return jnp.square(weight_matmul(x, [quantized], 2, "float32")[0]).sum()
 
         dense = np.asarray(quantized.astype("float32"), "float64")
         y = np.einsum("bij,ijkl->bkl", x, dense)

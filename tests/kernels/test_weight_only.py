@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from maxtext.kernels.weight_matmul import xla_matmul
 from maxtext.kernels.weight_only import (
     QuantizedWeight,
     dequantize,
     groups_per_dim,
     quantize,
     quantize_weight,
-    xla_matmul,
 )
 
 MAX_QVALUE = {"int8": 127, "int4": 7}

@@ -5,6 +5,8 @@ from contextlib import contextmanager
 import pytest
 from jax.experimental import pallas as pl
 
+from maxtext.kernels.decode import gemv, small_batch_matmul
+
 
 @contextmanager
 def interpreted_kernels():
@@ -15,6 +17,12 @@ def interpreted_kernels():
         names.add(options["name"].removeprefix("decode_"))
         return run(*args, **options | {"interpret": True})
 
+    def without_assembly(call):
+        return lambda *args, **options: call(*args, **options | {"interpret": True})
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pl, "pallas_call", interpret)
+        patch.setattr(gemv, "gemv_call", without_assembly(gemv.gemv_call))
+        run = small_batch_matmul.small_batch_matmul
+        patch.setattr(small_batch_matmul, "small_batch_matmul", without_assembly(run))
         yield names

@@ -13,6 +13,7 @@ from maxtext.common import hash_rng
 from maxtext.common.trees import flatten_dict
 from maxtext.configs.derive import Devices
 from maxtext.kernels.weight_only import QuantizedWeight
+from maxtext.layers.context import BuildContext
 from maxtext.layers.inputs import LayerInputs
 from maxtext.layers.parameters import Initializer, Template
 from maxtext.layers.quantized import abstract_quantized, quantize_weights
@@ -132,6 +133,28 @@ def test_stacked_layers_are_quantized_like_each(axis, dtype):
             if dtype == "int8":
                 np.testing.assert_allclose(part.scale, largest, rtol=1e-6)
             assert np.abs(part.astype(np.float32) - alone).max() <= part.scale.max() * 0.501
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({}, None),
+        ({"quantized_weights": "int8"}, None),
+        ({"quantized_weights": "int8", "platform": "tpu"}, None),
+        ({"quantized_weights": "int4"}, "int4 weights have no 8-bit products"),
+        ({"dtype": "float32"}, "float32 asks for more precision"),
+        ({"mode": "train"}, "for inference without adapters only"),
+        ({"platform": "gpu", "capability": "9.0"}, None),
+        ({"platform": "gpu", "capability": "8.0"}, "need compute capability 8.9, not 8.0"),
+        ({"platform": "tpu"}, "a TPU has no fp8 products"),
+    ],
+)
+def test_which_devices_quantize_activations(options, reason):
+    context = BuildContext(
+        **{"mode": "inference", "dtype": "bfloat16", "quantized_weights": "fp8"} | options
+    )
+    actual = context.eight_bit_unsupported_reason()
+    assert actual is None if reason is None else reason in actual
 
 
 def test_a_scale_is_split_like_the_outputs():

@@ -155,5 +155,5 @@ def test_training_rejects_inference_formats(overrides, message):
 
 def test_inference_rejects_training_formats():
     overrides = dict(override.split("=") for override in OVERRIDES[:7])
-    with pytest.raises(ConfigError, match="quantization=fp8 .* is for training: use int8 or int4"):
-        LLM.load("default", **overrides, quantization="fp8")
+    with pytest.raises(ConfigError, match="quantization=fp8_full .* is for training: use fp8"):
+        LLM.load("default", **overrides, quantization="fp8_full")

@@ -18,7 +18,7 @@ from maxtext.checkpoint import steps
 from maxtext.checkpoint.convert.conversion import from_hf, to_hf
 from maxtext.checkpoint.manager import MODEL_FILE
 from maxtext.checkpoint.quantized import (
-    INTEGERS,
+    CODES,
     SCALE,
     Dequantized,
     QuantizedFolder,
@@ -288,9 +288,9 @@ def read_names(file: Path) -> frozenset[str]:
 def read_quantized_dtype(settings: Layer, path: Path) -> str:
     """The dtype of the quantized weights of a native folder."""
     dtype = settings["quantization"].value if "quantization" in settings else None
-    if dtype not in INTEGERS:
+    if dtype not in CODES or dtype is None:
         raise UserError(
-            f"{path / 'config.yml'} must say quantization: {' or '.join(INTEGERS)}, not {dtype}"
+            f"{path / 'config.yml'} must say quantization: {' or '.join(CODES)}, not {dtype}"
         )
     return dtype
 

@@ -2,11 +2,11 @@
 
 `load_model` and `load_base` quantize weights while a checkpoint is loaded, one at a time.
 
-`QuantizedFolder` reads a native folder of integer weights, and `PackedWeights` has the tensors of
+`QuantizedFolder` reads a native folder of quantized weights, and `PackedWeights` has the tensors of
 one. It is a folder by layer (weights.safetensors …) with two tensors for each quantized weight.
-NAME has its integers: I8, or for int4 U8 with two values in a byte, neighbours along the last axis,
-the first in the lower half. NAME.scale has its scales, F32, as in `QuantizedWeight`. Its config.yml
-sets quantization and checkpoint_is_quantized. Readers of plain tensors get float32.
+NAME has its codes: F8_E4M3, I8, or for int4 U8 with two values in a byte, neighbours along the last
+axis, the first in the lower half. NAME.scale has its scales, F32, as in `QuantizedWeight`. Its
+config.yml sets quantization and checkpoint_is_quantized. Readers of plain tensors get float32.
 
 `Dequantized` reads a quantized Hugging Face checkpoint as plain tensors: each in bfloat16 under its
 plain name, without the scales. Memory holds one tensor, its codes, and a few of its blocks in
@@ -53,17 +53,18 @@ from maxtext.sharding import AxisRules
 
 SCALE = ".scale"
 F32, I8, U8 = DTYPES["F32"], DTYPES["I8"], DTYPES["U8"]
-INTEGERS = {"int8": I8, "int4": np.dtype(ml_dtypes.int4)}
-STORED = {"int8": I8, "int4": U8}
+CODES = {"fp8": DTYPES["F8_E4M3"], "int8": I8, "int4": np.dtype(ml_dtypes.int4)}
+STORED = CODES | {"int4": U8}
 
 
 def quantized_weight_dtype(config: MaxTextConfig) -> str | None:
-    """The integer dtype of quantized weights, or None if all weights are floats."""
+    """The format of quantized weights, fp8, int8 or int4; None if all weights are floats."""
     dtype = config.quantization.value if config.quantization else None
-    if dtype not in (None, *INTEGERS):
+    dtype = "fp8" if dtype == "fp8_gpu" else dtype
+    if dtype not in (None, *CODES):
         raise ConfigError(
-            f"quantization={dtype} ({config.source('quantization')}) is for training: use "
-            f"{' or '.join(INTEGERS)} to quantize weights for inference, or leave it out"
+            f"quantization={dtype} ({config.source('quantization')}) is for training: use fp8, "
+            "int8 or int4 to quantize weights for inference, or leave it out"
         )
     return dtype
 
@@ -75,7 +76,7 @@ class QuantizedFolder:
     """
 
     folder: TensorSource
-    dtype: str  # int8 or int4
+    dtype: str  # fp8, int8 or int4
 
     @classmethod
     def of(cls, folder: SafetensorsFolder, dtype: str) -> "QuantizedFolder":
@@ -85,8 +86,8 @@ class QuantizedFolder:
             scale = folder.tensors.get(name + SCALE)
             if name.endswith(SCALE) and name.removesuffix(SCALE) not in folder.tensors:
                 problems.append(f"{name} has no weight to scale")
-            elif scale is None and tensor.dtype in (I8, U8):
-                problems.append(f"{name} is of integers and has no {name}{SCALE}")
+            elif scale is None and tensor.dtype in STORED.values():
+                problems.append(f"{name} has codes and has no {name}{SCALE}")
             elif scale is not None and not is_weight_and_scale(tensor, scale, dtype):
                 problems.append(
                     f"{name} {list(tensor.shape)} and {name}{SCALE} {list(scale.shape)} are not "
@@ -150,14 +151,14 @@ class IntegerTensors:
         # scales have the unpacked length.
         return {
             name: TensorInfo(
-                INTEGERS[self.dtype], (*self.folder.tensors[name].shape[:-1], scale.shape[-1])
+                CODES[self.dtype], (*self.folder.tensors[name].shape[:-1], scale.shape[-1])
             )
             for name, scale in self.scales.items()
         }
 
     def read(self, name: str) -> np.ndarray:
         stored = self.folder.read(name)
-        return stored if self.dtype == "int8" else unpack(stored, self.tensors[name].shape[-1])
+        return stored if self.dtype != "int4" else unpack(stored, self.tensors[name].shape[-1])
 
 
 def is_weight_and_scale(weight: TensorInfo, scale: TensorInfo, dtype: str) -> bool:
@@ -169,7 +170,7 @@ def is_weight_and_scale(weight: TensorInfo, scale: TensorInfo, dtype: str) -> bo
         groups and size % groups == 0
         for size, groups in zip(leading, scale.shape[:-1], strict=True)
     )
-    return divides and last == (scale.shape[-1] if dtype == "int8" else -(-scale.shape[-1] // 2))
+    return divides and last == (-(-scale.shape[-1] // 2) if dtype == "int4" else scale.shape[-1])
 
 
 def pack(values: np.ndarray) -> np.ndarray:
@@ -185,7 +186,7 @@ def unpack(stored: np.ndarray, length: int) -> np.ndarray:
     nibbles = np.stack([stored & 0xF, stored >> 4], axis=-1).reshape(*stored.shape[:-1], -1)[
         ..., :length
     ]
-    return ((nibbles ^ 8).astype(I8) - 8).astype(INTEGERS["int4"])  # the highest bit is the sign
+    return ((nibbles ^ 8).astype(I8) - 8).astype(CODES["int4"])  # the highest bit is the sign
 
 
 @dataclass(frozen=True)
@@ -208,8 +209,8 @@ class PackedWeights:
             if not isinstance(leaf, QuantizedWeight):
                 tensors[name] = self.model.tensors[name]
                 continue
-            dtype = np.dtype(leaf.dtype).name
-            last = info.shape[-1] if dtype == "int8" else -(-info.shape[-1] // 2)
+            dtype = leaf.format
+            last = -(-info.shape[-1] // 2) if dtype == "int4" else info.shape[-1]
             tensors[name] = TensorInfo(STORED[dtype], (*info.shape[:-1], last))
             tensors[name + SCALE] = TensorInfo(F32, layer_shape(leaf.scale.shape, info))
         return tensors
@@ -221,7 +222,7 @@ class PackedWeights:
         if name.endswith(SCALE):
             return np.asarray(weight.scale)
         values = np.asarray(weight.qvalue)
-        return values if values.dtype == I8 else pack(values)
+        return pack(values) if weight.format == "int4" else values
 
     def __iter__(self) -> Iterator[tuple[str, np.ndarray]]:
         for name in self.tensors:

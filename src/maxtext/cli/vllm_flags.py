@@ -16,10 +16,10 @@ def dtype_overrides(value: str) -> list[str]:
 
 
 def quantization_overrides(value: str) -> list[str]:
-    if value not in ("int8", "int4"):
+    if value not in ("fp8", "int8", "int4"):
         raise ConfigError(
             f"--quantization {value}: the weights are quantized when they are loaded, by "
-            "quantization=int8 or int4; folders in fp8 and mxfp4 are recognised by themselves"
+            "quantization=fp8, int8 or int4; folders in fp8 and mxfp4 are recognised by themselves"
         )
     return [f"quantization={value}"]
 
@@ -73,7 +73,7 @@ DEFAULTS = (
 REFUSED = {
     "--swap-space": "the cache stays on the device: lower per_device_batch_size or "
     "max_target_length, or set quantize_kvcache=true",
-    "--cpu-offload-gb": "weights stay on the device: quantization=int8 or int4 makes them smaller",
+    "--cpu-offload-gb": "weights stay on the device: quantization=fp8, int8 or int4 shrinks them",
     "--enforce-eager": "all programs are compiled, and jax_cache_dir keeps them for the next start",
     "--trust-remote-code": "the code of a model folder is never run: the families of `maxtext "
     "models` are built in",

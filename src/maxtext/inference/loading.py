@@ -102,8 +102,8 @@ def has_bfloat16_weights(checkpoint: Checkpoint, config: MaxTextConfig) -> bool:
 
 
 def inference_context(config: MaxTextConfig, rules: AxisRules) -> BuildContext:
-    quantized = quantized_weight_dtype(config) is not None
-    return build_context(config, rules, mode=INFERENCE, quantized_weights=quantized)
+    quantized = quantized_weight_dtype(config)
+    return build_context(config, rules, mode=INFERENCE, quantized_weights=quantized or "")
 
 
 def is_bfloat16(source: TensorSource, param_infos: Mapping[str, ParamInfo]) -> bool:

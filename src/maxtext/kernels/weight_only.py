@@ -1,20 +1,20 @@
-"""Weight-only quantization: int8, int4 and nf4 weights with float scales, for inference and as the
-frozen weights under adapters (QLoRA).
+"""Quantized weights in fp8, int8, int4 and nf4 with float scales, for inference and as the frozen
+weights under adapters (QLoRA). `weight_matmul.py` multiplies by them.
 
 In int8 and int4, x ≈ qvalue · scale. Quantization is symmetric: the values of a group share a
 scale, their largest magnitude over 127 (int8) or 7 (int4), and each value is rounded to the nearest
 multiple of it: the error is at most half a scale.
 
+In fp8 (e4m3), x ≈ qvalue · scale, and the scale is the least power of two with which the largest
+magnitude is at most 448. Values above a 2^-15 of it have a relative error of at most 1/16.
+
 In nf4 (QLoRA, arXiv 2305.14314), x ≈ level[qvalue] · scale with 16 levels in [-1, 1], which are
 quantiles of a normal distribution, and the scale is the largest magnitude of the group.
 
-An int8 weight has one scale for each output. The matmul takes the integers, and its result is
+An fp8 or int8 weight has one scale for each output. The matmul takes the codes, and its result is
 scaled. Sixteen levels are too coarse for that, so in int4 and nf4 groups of neighbouring inputs
-share a scale, and the matmul takes a weight that is dequantized on use. Four-bit values are of
-JAX's int4 and uint4, which some devices store in a byte each; a packed weight has two in a byte.
-
-Quantized weights have no gradient. The gradient of x dequantizes the weight again, so that no
-dequantized weight is saved from the forward to the backward pass.
+share a scale. Four-bit values are of JAX's int4 and uint4, which some devices store in a byte each;
+a packed weight has two in a byte.
 """
 
 import math
@@ -28,15 +28,13 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from maxtext.common.hardware import is_nvidia, target_capability
-from maxtext.common.types import Tree
-from maxtext.kernels.decode import small_batch_matmul as decode_matmul
+from maxtext.kernels.fp8.quantize import E4M3, scale_from_amax
 
-INT8, INT4, NF4 = "int8", "int4", "nf4"
-STORAGE = {INT8: jnp.int8, INT4: jnp.int4, NF4: jnp.uint4}
+FP8, INT8, INT4, NF4 = "fp8", "int8", "int4", "nf4"  # formats
+STORAGE = {FP8: E4M3, INT8: jnp.int8, INT4: jnp.int4, NF4: jnp.uint4}
 MAX_QVALUE = {INT8: 127, INT4: 7}  # symmetric about zero
 # Inputs that share a scale at most; None: all.
-MAX_GROUP: dict[str, int | None] = {INT8: None, INT4: 128, NF4: 64}
+MAX_GROUP: dict[str, int | None] = {FP8: None, INT8: None, INT4: 128, NF4: 64}
 NF4_LEVELS = (
     -1.0,
     -0.6961928009986877,
@@ -60,11 +58,15 @@ MIN_GROUP = 32  # with smaller groups, scales would take much of the memory that
 
 
 def quantize(x: jax.Array, axes: tuple[int, ...], dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
-    """qvalue in `dtype`, int8 or int4, and float32 scales: one for all values along `axes`, which
-    keep size 1.
+    """qvalue in `dtype`, e4m3, int8 or int4, and float32 scales: one for all values along `axes`,
+    which keep size 1.
     """
     x = x.astype(jnp.float32)
-    scale = jnp.max(jnp.abs(x), axis=axes, keepdims=True) / MAX_QVALUE[jnp.dtype(dtype).name]
+    amax = jnp.max(jnp.abs(x), axis=axes, keepdims=True)
+    if jnp.dtype(dtype) == E4M3:
+        scale = scale_from_amax(amax, E4M3)
+        return (x / scale).astype(E4M3), scale
+    scale = amax / MAX_QVALUE[jnp.dtype(dtype).name]
     # Zeros, and values too small to divide by, round to zero with a scale of one.
     scale = jnp.where(scale < jnp.finfo(jnp.float32).tiny, 1.0, scale)
     return jnp.round(x / scale).astype(dtype), scale
@@ -88,13 +90,20 @@ def dequantize(qvalue: jax.Array, scale: jax.Array, dtype: DTypeLike) -> jax.Arr
 @partial(jax.tree_util.register_dataclass, data_fields=["qvalue", "scale"], meta_fields=["packed"])
 @dataclass(frozen=True)
 class QuantizedWeight:
-    """A weight as integers. It replaces an array in a tree of weights; `astype` dequantizes it.
-    uint4 are indices of nf4's levels.
+    """A weight as codes and scales. It replaces an array in a tree of weights; `astype` dequantizes
+    it.
 
-    Along each dimension, `scale` has one entry for each group of neighbours that share a scale.
-    If `packed` is int4 or nf4, qvalue is uint8 with two neighbours along the last dimension in a
-    byte, the first in the lower half; int4 values have an offset of 8. The last dimension, an
-    output, has a scale for each value.
+    | format | qvalue | value of a code |
+    |---|---|---|
+    | fp8, int8, int4 | e4m3, int8 or int4 | itself |
+    | nf4 | uint4 | NF4_LEVELS[code] |
+    | int4 or nf4, `packed` | uint8, two codes | int4 codes have an offset of 8 |
+
+    Along each dimension, `scale`, float32, has one entry for each group of neighbours that share a
+    scale. If `packed` is int4 or nf4, qvalue has two neighbours along the last dimension in a byte,
+    the first in the lower half. The last dimension is an output, each with a scale, or an even
+    number of inputs: a transposed weight [N, K] has the bytes of GPTQ's and compressed-tensors'
+    int4 weights.
     """
 
     qvalue: Any
@@ -104,7 +113,16 @@ class QuantizedWeight:
     @property
     def shape(self) -> tuple[int, ...]:
         *outer, last = self.qvalue.shape
-        return (*outer, self.scale.shape[-1] if self.packed else last)
+        if not self.packed:
+            return (*outer, last)
+        scales = self.scale.shape[-1]
+        return (*outer, scales if -(-scales // 2) == last else 2 * last)
+
+    @property
+    def format(self) -> str:
+        if self.packed:
+            return self.packed
+        return next(name for name, dtype in STORAGE.items() if self.dtype == jnp.dtype(dtype))
 
     @property
     def ndim(self) -> int:
@@ -136,8 +154,8 @@ class QuantizedWeight:
         """Whether the scale is constant along the `contracted` dimensions, so that the result of
         the contraction can be scaled instead of the weight.
         """
-        is_integer = not self.packed and self.dtype != jnp.uint4
-        return is_integer and all(self.scale.shape[axis] == 1 for axis in contracted)
+        is_number = self.format != NF4 and not self.packed
+        return is_number and all(self.scale.shape[axis] == 1 for axis in contracted)
 
 
 def split_groups(shape: Sequence[int], num_groups: Sequence[int]) -> tuple[int, ...]:
@@ -154,10 +172,10 @@ def quantize_weight(
     group: int | None = None,
     packed: bool = False,
 ) -> QuantizedWeight:
-    """A weight whose matmul contracts the `contracted` dimensions, in `dtype` int8, int4 or nf4.
-    At most `group` inputs share a scale, by default those of `MAX_GROUP`; in int8 all do. `packed`:
-    four-bit values are stored two in a byte; the last dimension must be an output."""
-    name = NF4 if dtype == NF4 else jnp.dtype(dtype).name
+    """A weight whose matmul contracts the `contracted` dimensions, in `dtype` fp8, int8, int4 or
+    nf4. At most `group` inputs share a scale, by default those of `MAX_GROUP`; in fp8 and int8 all
+    do. `packed`: four-bit values are stored two in a byte; the last dimension must be an output."""
+    name = str(dtype) if dtype in (NF4, FP8) else jnp.dtype(dtype).name
     max_group = MAX_GROUP[name] and (group or MAX_GROUP[name])
     num_groups = tuple(groups_per_dim(x.shape, contracted, max_group))
     within_group = tuple(range(1, 2 * x.ndim, 2))
@@ -165,9 +183,9 @@ def quantize_weight(
     if name == NF4:
         qvalue, scale = quantize_nf4(groups, within_group)
     else:
-        qvalue, scale = quantize(groups, within_group, dtype)
+        qvalue, scale = quantize(groups, within_group, STORAGE[name])
     qvalue, scale = qvalue.reshape(x.shape), scale.reshape(num_groups)
-    if not packed or name == INT8:
+    if not packed or name in (FP8, INT8):
         return QuantizedWeight(qvalue, scale)
     assert num_groups[-1] == x.shape[-1], "the last dimension is contracted"
     offset = 0 if name == NF4 else PACKED_OFFSET
@@ -206,101 +224,3 @@ def groups_per_dim(
     if group_size < MIN_GROUP:
         return groups_per_dim(shape, contracted, None)
     return num_groups
-
-
-def weight_only_matmul(
-    x: jax.Array,
-    weights: Sequence[Tree],
-    input_dims: int,
-    dtype: DTypeLike,
-    platform: str | None = None,
-) -> list[jax.Array]:
-    """x [..., inputs] times each weight [inputs, outputs], an array or a QuantizedWeight;
-    `input_dims`: the number of input dimensions.
-
-    `platform` is that of the only device; None if there are several, or any will do. A few rows
-    times int8 weights are computed by `decode.small_batch_matmul` on NVIDIA GPUs.
-    """
-    if weights and all(isinstance(weight, QuantizedWeight) for weight in weights):
-        return frozen_matmuls(x.astype(dtype), tuple(weights), input_dims, dtype, platform)
-    return [
-        frozen_matmuls(x.astype(dtype), (weight,), input_dims, dtype, platform)[0]
-        if isinstance(weight, QuantizedWeight)
-        else xla_matmul(x, weight, input_dims, dtype)
-        for weight in weights
-    ]
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
-def frozen_matmuls(
-    x: jax.Array, weights: tuple[Tree, ...], input_dims: int, dtype: DTypeLike, platform: str | None
-) -> list[jax.Array]:
-    """x in `dtype` times each weight, without gradients of the weights."""
-    outer, inputs = x.shape[: x.ndim - input_dims], tuple(range(input_dims))
-    rows, depth = math.prod(outer), math.prod(x.shape[x.ndim - input_dims :])
-    if (
-        platform == "gpu"
-        and is_nvidia(target_capability())
-        and all(
-            isinstance(weight, QuantizedWeight)
-            and weight.dtype == jnp.int8
-            and weight.has_output_scale(inputs)
-            and decode_matmul.supports(rows, depth, math.prod(weight.shape[input_dims:]), dtype)
-            for weight in weights
-        )
-    ):
-        weights_T = [weight.qvalue.reshape(depth, -1).T for weight in weights]
-        sums = decode_matmul.small_batch_matmul(x.astype(dtype).reshape(rows, depth), weights_T)
-        return [
-            scale_outputs(y.reshape(*outer, *weight.shape[input_dims:]), weight, input_dims, dtype)
-            for y, weight in zip(sums, weights, strict=True)
-        ]
-    return [xla_matmul(x, weight, input_dims, dtype) for weight in weights]
-
-
-def frozen_matmuls_forward(
-    x: jax.Array, weights: tuple[Tree, ...], input_dims: int, dtype: DTypeLike, platform: str | None
-) -> tuple[list[jax.Array], tuple[Tree, ...]]:
-    return frozen_matmuls(x, weights, input_dims, dtype, platform), weights
-
-
-def frozen_matmuls_backward(
-    input_dims: int,
-    dtype: DTypeLike,
-    platform: str | None,
-    weights: tuple[Tree, ...],
-    grads: Sequence[jax.Array],
-) -> tuple[jax.Array, None]:
-    dx = None
-    # A compiler that sees both dequantizations would keep the first for the second.
-    weights = jax.lax.optimization_barrier(weights)
-    for weight, dy in zip(weights, grads, strict=True):
-        outputs = tuple(range(input_dims, weight.ndim))
-        dimensions = ((tuple(range(dy.ndim - len(outputs), dy.ndim)), outputs), ((), ()))
-        product = jax.lax.dot_general(dy, weight.astype(dtype), dimensions)
-        dx = product if dx is None else dx + product
-    assert dx is not None
-    return dx, None
-
-
-frozen_matmuls.defvjp(frozen_matmuls_forward, frozen_matmuls_backward)
-
-
-def xla_matmul(
-    x: jax.Array, weight: "jax.Array | QuantizedWeight", input_dims: int, dtype: DTypeLike
-) -> jax.Array:
-    inputs = tuple(range(input_dims))
-    dimensions = ((tuple(range(x.ndim - input_dims, x.ndim)), inputs), ((), ()))
-    if not (isinstance(weight, QuantizedWeight) and weight.has_output_scale(inputs)):
-        return jax.lax.dot_general(x, weight.astype(dtype), dimensions)
-    # Sums of integers may overflow float16, and are rounded once only if scaled in float32.
-    y = jax.lax.dot_general(
-        x, weight.qvalue.astype(dtype), dimensions, preferred_element_type=jnp.float32
-    )
-    return scale_outputs(y, weight, input_dims, dtype)
-
-
-def scale_outputs(
-    y: jax.Array, weight: QuantizedWeight, input_dims: int, dtype: DTypeLike
-) -> jax.Array:
-    return (y * weight.scale.reshape(weight.scale.shape[input_dims:])).astype(dtype)

@@ -13,8 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from maxtext.common.hardware import is_nvidia, target_capability
+from maxtext.kernels.weight_matmul import EIGHT_BIT
+from maxtext.kernels.weight_only import FP8
 from maxtext.layers.adapters import AdapterSpec
 from maxtext.sharding.rules import AxisRules
 
@@ -32,7 +36,7 @@ class BuildContext:
     dtype: str = "float32"  # of activations
     weight_dtype: str = "float32"
     precision: str = ""  # of matmuls in training: fp8 or int8; empty: the dtype of the activations
-    quantized_weights: bool = False  # weights are stored as integers
+    quantized_weights: str = ""  # their format, as in `kernels/weight_only.py`; empty: floats
     scanned: bool = False  # the weights of equal layers are stacked
     decode_rows: int = 0  # sequences that a decode step extends; 0: any number
     copies_weights: bool = False  # packed weights are copies, for decode programs only
@@ -55,6 +59,23 @@ class BuildContext:
     def only_platform(self) -> str | None:
         """The platform, if there is one device; kernels for single devices ask for it."""
         return self.platform if self.num_devices == 1 else None
+
+    def eight_bit_unsupported_reason(self, dtype: DTypeLike | None = None) -> str | None:
+        """Why matmuls in `dtype`, by default the context's, do not quantize many rows to multiply
+        them by quantized weights; None if they do."""
+        dtype = jnp.dtype(dtype or self.dtype)
+        if self.mode != INFERENCE or self.adapters is not None:
+            return "activations are quantized for inference without adapters only"
+        if self.quantized_weights not in EIGHT_BIT:
+            return f"{self.quantized_weights} weights have no 8-bit products"
+        if dtype.itemsize != 2:
+            return f"{dtype.name} asks for more precision"
+        if self.quantized_weights == FP8 and self.platform != "cpu":
+            if self.platform != "gpu":
+                return f"a {self.platform.upper()} has no fp8 products"
+            if not is_nvidia(self.capability, (8, 9)):
+                return f"fp8 products need compute capability 8.9, not {self.capability}"
+        return None
 
     def single_gpu_unsupported_reason(self, minimum: tuple[int, int] = (8, 0)) -> str | None:
         """Why a kernel for one NVIDIA GPU of at least this compute capability does not run; None if

@@ -203,6 +203,8 @@ class KernelGatedDeltaNet(GatedDeltaNet):
     def unsupported_reason(cls, spec: GatedDeltaNetSpec, context: BuildContext) -> str | None:
         if context.copies_weights:
             return "would copy most weights of the layer"
+        if context.quantized_weights:
+            return "packs weights of floats only, as some are exact"
         return delta_step(spec).unsupported_reason or packing_unsupported_reason(context)
 
     def build_projections(self, initializer: Initializer, embed_dim: int) -> None:

@@ -7,6 +7,7 @@ import math
 import jax
 
 from maxtext.kernels.decode import gemv
+from maxtext.kernels.decode.gemv_products import NormedInput
 from maxtext.layers.attention import QKV, attends_in_place
 from maxtext.layers.block import Block, normalize
 from maxtext.layers.context import INFERENCE, BuildContext
@@ -99,8 +100,8 @@ def attention_unsupported_reason(spec: LayerSpec, context: BuildContext) -> str 
     return (
         attention.split_qkv_unsupported_reason
         or fusion_unsupported_reason(spec, context)
-        or matmul_unsupported_reason(spec.embed_dim, outputs)
-        or matmul_unsupported_reason(inputs, [dim or spec.embed_dim])
+        or matmul_unsupported_reason(spec.embed_dim, outputs, context)
+        or matmul_unsupported_reason(inputs, [dim or spec.embed_dim], context)
     )
 
 
@@ -114,8 +115,8 @@ def mlp_unsupported_reason(spec: LayerSpec, context: BuildContext) -> str | None
         return "fuses a norm before the MLP"
     return (
         fusion_unsupported_reason(spec, context)
-        or matmul_unsupported_reason(spec.embed_dim, [mlp.hidden_dim] * 2)
-        or matmul_unsupported_reason(mlp.hidden_dim, [spec.embed_dim])
+        or matmul_unsupported_reason(spec.embed_dim, [mlp.hidden_dim] * 2, context)
+        or matmul_unsupported_reason(mlp.hidden_dim, [spec.embed_dim], context)
     )
 
 
@@ -124,8 +125,9 @@ def fusion_unsupported_reason(spec: LayerSpec, context: BuildContext) -> str | N
         return "decodes a single sequence"
     if context.adapters is not None:
         return "has adapters"
-    if context.dtype != "bfloat16" or context.weight_dtype != "bfloat16":
-        return "needs dtype=bfloat16 and weight_dtype=bfloat16"
+    has_weights = bool(context.quantized_weights) or context.weight_dtype == "bfloat16"
+    if context.dtype != "bfloat16" or not has_weights:
+        return "needs dtype=bfloat16, and weight_dtype=bfloat16 or quantized weights"
     if spec.parallel or spec.streams is not None:
         return "fuses sequential blocks with one residual stream only"
     if spec.norm.kind != "rms" or not spec.norm.scaled:
@@ -133,16 +135,17 @@ def fusion_unsupported_reason(spec: LayerSpec, context: BuildContext) -> str | N
     return packing_unsupported_reason(context)
 
 
-def matmul_unsupported_reason(inputs: int, outputs: list[int]) -> str | None:
-    if all(gemv.supports(inputs, size, "bfloat16") for size in outputs):
+def matmul_unsupported_reason(inputs: int, outputs: list[int], context: BuildContext) -> str | None:
+    weight_format, capability = context.quantized_weights, context.capability
+    if all(gemv.supports(inputs, size, "bfloat16", weight_format, capability) for size in outputs):
         return None
     return f"the GEMV kernel does not take {inputs} x {outputs}"
 
 
-def normed_input(norm: Norm, x: jax.Array) -> gemv.NormedInput:
+def normed_input(norm: Norm, x: jax.Array) -> NormedInput:
     assert norm.scale is not None
     offset = 1.0 if norm.spec.offset else 0.0
-    return gemv.NormedInput(x[0, 0], norm.scale[...], norm.spec.epsilon, offset)
+    return NormedInput(x[0, 0], norm.scale[...], norm.spec.epsilon, offset)
 
 
 def add_projection(

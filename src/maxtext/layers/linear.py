@@ -19,7 +19,8 @@ from maxtext.common.types import Tree
 from maxtext.kernels.decode import gemv
 from maxtext.kernels.fp8.quantize import sum_products
 from maxtext.kernels.quantized_matmul import quantized_matmul
-from maxtext.kernels.weight_only import QuantizedWeight, weight_only_matmul
+from maxtext.kernels.weight_matmul import transposed_matmul, weight_matmul
+from maxtext.kernels.weight_only import QuantizedWeight
 from maxtext.layers.adapters import LayerAdapter, adapter_inputs
 from maxtext.layers.context import INFERENCE, BuildContext, choose
 from maxtext.layers.lora import (
@@ -33,6 +34,7 @@ from maxtext.layers.lora import (
 from maxtext.layers.parameters import Initializer, Template
 from maxtext.layers.weight_layout import (
     WeightLayout,
+    is_transposed,
     pack,
     packing_unsupported_reason,
     source_paths,
@@ -48,6 +50,11 @@ class LinearSpec:
     bias: bool = False
     exact: bool = False  # computed in `dtype`, whatever the precision of the context is
     adapter: LayerAdapter | None = None
+
+
+def quantizes_rows(spec: LinearSpec, context: BuildContext) -> bool:
+    """Whether many rows are quantized to multiply them by a quantized weight."""
+    return not spec.exact and context.eight_bit_unsupported_reason(spec.dtype) is None
 
 
 class Linear(nnx.Module):
@@ -76,6 +83,7 @@ class Linear(nnx.Module):
         self.dtype = spec.dtype
         self.input_dims = len(spec.in_shape)
         self.context = initializer.context
+        self.quantize_rows = quantizes_rows(spec, self.context)
         self.weight = initializer.weight(
             "weight",
             spec.in_shape,
@@ -93,14 +101,11 @@ class Linear(nnx.Module):
 
     def matmuls(self, x: jax.Array, weights: Sequence[Tree]) -> list[jax.Array]:
         """x times each weight; all are of layers like this one."""
-        platform = self.context.only_platform
         if len(weights) > 2 and not any_quantized(weights):
             pairs = zip(copies(x, len(weights)), weights, strict=True)
-            return [
-                weight_only_matmul(x, [w], self.input_dims, self.dtype, platform)[0]
-                for x, w in pairs
-            ]
-        return weight_only_matmul(x, weights, self.input_dims, self.dtype, platform)
+            return [weight_matmul(x, [w], self.input_dims, self.dtype)[0] for x, w in pairs]
+        platform = self.context.only_platform
+        return weight_matmul(x, weights, self.input_dims, self.dtype, platform, self.quantize_rows)
 
     def merged_weight(self) -> jax.Array:
         """The weight, with the layer's adapter in it if it has one."""
@@ -165,17 +170,17 @@ class QuantizedMatmulLinear(Linear):
 
 
 class TransposedLinear(Linear):
-    """Stores the weight as [N, K] for decode steps of a single row, which are memory-bound and read
-    each output's inputs contiguously (GEMV).
+    """Stores the weight as [N, K]: decode steps of few rows are memory-bound and read each output's
+    inputs contiguously (GEMV), and 8-bit products of many rows need them so, too.
     """
 
-    name = "transposed for GEMV"
+    name = "transposed"
     mode = INFERENCE
     takes_any_weight = False
 
     @classmethod
     def unsupported_reason(cls, spec: LinearSpec, context: BuildContext) -> str | None:
-        if context.decode_rows != 1:
+        if context.decode_rows != 1 and not context.quantized_weights:
             return "several rows are decoded at a time"
         return packing_unsupported_reason(context)
 
@@ -183,15 +188,17 @@ class TransposedLinear(Linear):
         super().__init__(initializer, spec)
         layout = WeightLayout((), spec.in_shape, (spec.out_shape,), transposed=True)
         self.weight = layout.weight(initializer.dtype)
-        self.use_gemv = layout.use_gemv(initializer.dtype, spec.dtype)
+        use_gemv = layout.use_gemv(initializer.dtype, spec.dtype, self.context)
+        self.multiply = TransposedMatmul(use_gemv, self.context.only_platform, self.quantize_rows)
 
     def matmuls(self, x: jax.Array, weights: Sequence[Tree]) -> list[jax.Array]:
         batch = x.shape[: x.ndim - self.input_dims]
-        x = x.reshape(*batch, -1)
-        return [
-            matmul_transposed(x, w, self.use_gemv).reshape(*batch, *self.spec.out_shape)
-            for w in weights
-        ]
+        x = x.astype(self.dtype).reshape(*batch, -1)
+        return [self.multiply(x, w).reshape(*batch, *self.spec.out_shape) for w in weights]
+
+    def merged_weight(self) -> jax.Array:
+        weight_T = self.weight[...].astype(self.dtype)
+        return weight_T.T.reshape(*self.spec.in_shape, *self.spec.out_shape)
 
 
 class PackedLinear(nnx.Module):
@@ -216,10 +223,15 @@ class PackedLinear(nnx.Module):
             names=tuple(names),
             in_shape=tuple(in_shape),
             out_shapes=tuple(map(tuple, out_shapes)),
-            transposed=initializer.context.decode_rows == 1,
+            transposed=is_transposed(initializer.context),
         )
         self.dtype = dtype
-        self.use_gemv = self.layout.use_gemv(initializer.dtype, dtype)
+        context = initializer.context
+        self.multiply = TransposedMatmul(
+            self.layout.use_gemv(initializer.dtype, dtype, context),
+            context.only_platform,
+            context.eight_bit_unsupported_reason(dtype) is None,
+        )
         self.weight = self.layout.weight(initializer.dtype)
         self.bias = self.layout.bias(initializer.dtype) if bias else None
         self.adapter = PackedAdapter.of(initializer, self.layout)
@@ -236,8 +248,10 @@ class PackedLinear(nnx.Module):
     def matmul(self, x: jax.Array) -> jax.Array:
         """The outputs of all projections, [..., N]."""
         x = x.reshape(*x.shape[: x.ndim - len(self.layout.in_shape)], -1)
-        weight = self.weight[...].astype(self.dtype)
-        y = matmul_transposed(x, weight, self.use_gemv) if self.layout.transposed else x @ weight
+        weight = self.weight[...]
+        if not isinstance(weight, QuantizedWeight):
+            weight = weight.astype(self.dtype)
+        y = self.multiply(x, weight) if self.layout.transposed else x @ weight
         if self.adapter is not None:
             a, b = (factor[...].astype(self.dtype) for factor in (self.lora_a, self.lora_b))
             hidden = self.adapter.select(x @ a, adapter_inputs().ids)
@@ -262,12 +276,21 @@ def pack_projections(template: Template, weights: Tree) -> Tree:
     return unflatten_dict(packed)
 
 
-def matmul_transposed(x: jax.Array, weight_T: jax.Array, use_gemv: bool) -> jax.Array:
-    """x [..., K] times weight_T [N, K]."""
-    batch = x.shape[:-1]
-    if use_gemv and math.prod(batch) == 1 and x.dtype == weight_T.dtype:
-        return gemv.gemv(x.reshape(-1), weight_T).reshape(*batch, -1)
-    return x @ weight_T.T
+@dataclass(frozen=True)
+class TransposedMatmul:
+    """x [..., K] times weight_T [N, K], an array or a QuantizedWeight."""
+
+    use_gemv: bool
+    platform: str | None
+    quantize_rows: bool
+
+    def __call__(self, x: jax.Array, weight_T: jax.Array | QuantizedWeight) -> jax.Array:
+        if isinstance(weight_T, QuantizedWeight):
+            return transposed_matmul(x, weight_T, self.platform, self.quantize_rows)
+        batch = x.shape[:-1]
+        if self.use_gemv and math.prod(batch) == 1 and x.dtype == weight_T.dtype:
+            return gemv.gemv(x.reshape(-1), weight_T).reshape(*batch, -1)
+        return x @ weight_T.T
 
 
 LINEARS: tuple[type[Linear], ...] = (

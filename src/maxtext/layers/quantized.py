@@ -1,5 +1,5 @@
-"""Models with quantized weights, for inference (int8 or int4) and under adapters (QLoRA: int8, int4
-or nf4): which weights, and their sharding.
+"""Models with quantized weights, for inference (fp8, int8 or int4) and under adapters (QLoRA: int8,
+int4 or nf4): which weights, and their sharding.
 
 A weight may be quantized if its metadata names the dimensions that its matmul sums over
 (`Initializer.weight`): those of `Linear` and of experts do. Embeddings, norms, biases, routers and
@@ -11,11 +11,11 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import jax
-import jax.numpy as jnp
 from jax.experimental.layout import Format, Layout
 from jax.typing import DTypeLike
 
 from maxtext.common.types import Tree
+from maxtext.kernels.weight_matmul import EIGHT_BIT
 from maxtext.kernels.weight_only import QuantizedWeight, quantize_weight
 from maxtext.layers.adapters import HEAD
 from maxtext.layers.context import BuildContext
@@ -103,13 +103,14 @@ def abstract_quantized(
 
 
 def layout_for_decode(template: Template, weights: Tree, context: BuildContext) -> Tree:
-    """int8 weights with the contracted dimensions minor in memory, as the kernel for small batches
-    reads them on one GPU. The arrays that are given are donated."""
+    """fp8 and int8 weights with the contracted dimensions minor in memory, as the kernels for few
+    rows and 8-bit products read them on one GPU; weights of a `WeightLayout` are so already. The
+    arrays that are given are donated."""
     if context.only_platform != "gpu":
         return weights
 
     def set_layout(weight: Tree, contracted: tuple[int, ...], packed: bool) -> Tree:
-        if not isinstance(weight, QuantizedWeight) or weight.dtype != jnp.int8:
+        if not isinstance(weight, QuantizedWeight) or weight.format not in EIGHT_BIT:
             return weight
         order = (*(axis for axis in range(weight.ndim) if axis not in contracted), *contracted)
         layout = Format(Layout(order), weight.qvalue.sharding)

@@ -1,10 +1,10 @@
 """The layout of weights for inference on one GPU, and conversions between layouts.
 
 Projections of one input are packed into one weight (packed QKV, packed gate-up), and transposed
-where a decode step has a single row. Checkpoints have each projection under its own name. A model
-that is built with packed layers says in the metadata of a parameter how it is stored
-(`WeightLayout`); `pack_weights`, `transpose_weights` and `unpack_weights` convert the weights of
-one layout to another, array by array, and free what they consume.
+if they are quantized, or where a decode step has a single row. Checkpoints have each projection
+under its own name. A model that is built with packed layers says in the metadata of a parameter
+how it is stored (`WeightLayout`); `pack_weights`, `transpose_weights` and `unpack_weights` convert
+the weights of one layout to another, array by array, and free what they consume.
 """
 
 import math
@@ -23,6 +23,9 @@ from jax.typing import DTypeLike
 from maxtext.common.trees import flatten_dict, unflatten_dict
 from maxtext.common.types import Tree
 from maxtext.kernels.decode import gemv
+from maxtext.kernels.weight_only import INT4, PACKED_OFFSET, STORAGE, QuantizedWeight
+from maxtext.kernels.weight_only import pack as pack_codes
+from maxtext.kernels.weight_only import unpack as unpack_codes
 from maxtext.layers.context import BuildContext
 from maxtext.layers.parameters import Template
 
@@ -57,19 +60,28 @@ class WeightLayout:
         outputs = sum(map(math.prod, self.out_shapes))
         return nnx.Param(jnp.zeros(outputs, dtype), axes=(None,), layout=self)
 
-    def use_gemv(self, weight_dtype: DTypeLike, dtype: DTypeLike) -> bool:
+    def use_gemv(self, weight_dtype: DTypeLike, dtype: DTypeLike, context: BuildContext) -> bool:
         """Whether the GEMV kernel takes each projection."""
-        depth = math.prod(self.in_shape)
-        supported = all(gemv.supports(depth, math.prod(n), dtype) for n in self.out_shapes)
-        return self.transposed and supported and jnp.dtype(weight_dtype) == jnp.dtype(dtype)
+        depth, weight_format = math.prod(self.in_shape), context.quantized_weights
+        supported = all(
+            gemv.supports(depth, math.prod(shape), dtype, weight_format, context.capability)
+            for shape in self.out_shapes
+        )
+        is_multiplied = bool(weight_format) or jnp.dtype(weight_dtype) == jnp.dtype(dtype)
+        return self.transposed and supported and is_multiplied
+
+
+def is_transposed(context: BuildContext) -> bool:
+    """Whether weights are stored as [N, K]."""
+    return context.decode_rows == 1 or bool(context.quantized_weights)
 
 
 def packing_unsupported_reason(context: BuildContext) -> str | None:
     """Why projections are not packed; None if they are."""
     if context.adapters is not None and context.adapters.dora:
         return "has DoRA adapters"
-    if context.quantized_weights:
-        return "packs weights of floats only"
+    if context.quantized_weights and context.adapters is not None:
+        return "packs quantized weights without adapters only"
     if context.scanned:
         return "layers are stacked (scan_layers=true)"
     return context.single_gpu_unsupported_reason()
@@ -100,13 +112,18 @@ def pack_weights(template: Template, weights: Tree) -> Tree:
         if layout is None:
             packed[path] = flat[path]
             continue
-        packed[path] = pack(path, layout, flat)
+        packed[path] = jax.block_until_ready(pack(path, layout, flat))
         for source in source_paths(path, layout.names):
-            flat[source].delete()
+            delete(flat[source])
     return unflatten_dict(packed)
 
 
-def pack(path: Path, layout: WeightLayout, flat: dict[Path, jax.Array]) -> jax.Array:
+def delete(weight: Tree) -> None:
+    for array in jax.tree.leaves(weight):
+        array.delete()
+
+
+def pack(path: Path, layout: WeightLayout, flat: dict[Path, Tree]) -> Tree:
     """The parameter at a path of the arrays that checkpoints have instead."""
     arrays = [flat[source] for source in source_paths(path, layout.names)]
     concatenate = concatenate_weights if path[-1] == "weight" else concatenate_biases
@@ -114,10 +131,27 @@ def pack(path: Path, layout: WeightLayout, flat: dict[Path, jax.Array]) -> jax.A
 
 
 @partial(jax.jit, static_argnums=(1, 2))
-def concatenate_weights(weights: list[jax.Array], input_dims: int, transposed: bool) -> jax.Array:
+def concatenate_weights(weights: list[Tree], input_dims: int, transposed: bool) -> Tree:
+    if all(isinstance(weight, QuantizedWeight) for weight in weights):
+        assert transposed
+        return transpose_quantized(weights, input_dims)
     matrices = [w.reshape(math.prod(w.shape[:input_dims]), -1) for w in weights]
     packed = jnp.concatenate(matrices, axis=1)
     return packed.T if transposed else packed
+
+
+def transpose_quantized(weights: list[QuantizedWeight], input_dims: int) -> QuantizedWeight:
+    """One weight [N, K] of weights [inputs, outputs]; int4 values are packed along the inputs."""
+
+    def transposed(parts: list[jax.Array]) -> jax.Array:
+        matrices = [part.reshape(math.prod(part.shape[:input_dims]), -1) for part in parts]
+        return jnp.concatenate([matrix.T for matrix in matrices])
+
+    qvalue = transposed([weight.qvalue for weight in weights])
+    scale = transposed([weight.scale for weight in weights])
+    if weights[0].format != INT4 or qvalue.shape[1] % 2:
+        return QuantizedWeight(qvalue, scale)
+    return QuantizedWeight(pack_codes(qvalue.astype(jnp.int8) + PACKED_OFFSET), scale, INT4)
 
 
 @partial(jax.jit, static_argnums=(1, 2))
@@ -141,17 +175,13 @@ def transpose_weights(source: Template, target: Template, weights: Tree) -> Tree
             continue
         converted[path] = change_layout(
             array,
-            is_transposed(old),
-            is_transposed(new),
+            old is not None and old.transposed,
+            new is not None and new.transposed,
             inputs_of(old or new),
             abstract[path].shape,
         )
         array.delete()
     return unflatten_dict(converted)
-
-
-def is_transposed(layout: WeightLayout | None) -> bool:
-    return layout is not None and layout.transposed
 
 
 def inputs_of(layout: WeightLayout | None) -> int:
@@ -177,6 +207,9 @@ def unpack_weights(template: Template, weights: Tree) -> Tree:
         if layout is None:
             unpacked[path] = flat[path]
             continue
+        if isinstance(flat[path], QuantizedWeight):
+            unpacked |= unpack_quantized(path, layout, flat[path])
+            continue
         array = np.asarray(flat[path])
         is_weight = path[-1] == "weight"
         if is_weight and layout.transposed:
@@ -190,7 +223,43 @@ def unpack_weights(template: Template, weights: Tree) -> Tree:
     return unflatten_dict(unpacked)
 
 
-def gemv_unsupported_reason(template: Template, dtype: DTypeLike) -> str | None:
+def unpack_quantized(
+    path: Path, layout: WeightLayout, weight: QuantizedWeight
+) -> dict[Path, QuantizedWeight]:
+    """The inverse of `transpose_quantized`."""
+    qvalue = np.asarray(weight.qvalue)
+    if weight.packed:
+        codes = np.asarray(unpack_codes(jnp.asarray(qvalue))).astype(np.int8) - PACKED_OFFSET
+        qvalue = codes.astype(STORAGE[INT4])
+    parts = {}
+    for source, codes_T, scale_T, out_shape in zip(
+        source_paths(path, layout.names),
+        np.split(qvalue, layout.splits),
+        np.split(np.asarray(weight.scale), layout.splits),
+        layout.out_shapes,
+        strict=True,
+    ):
+        shape = (*layout.in_shape, *out_shape)
+        groups = groups_of(layout.in_shape, scale_T.shape[1])
+        parts[source] = QuantizedWeight(
+            codes_T.T.reshape(shape), scale_T.T.reshape(*groups, *out_shape)
+        )
+    return parts
+
+
+def groups_of(in_shape: Sequence[int], count: int) -> tuple[int, ...]:
+    """The groups along each input dimension: `count` together, of neighbours in the flat order."""
+    group, groups = math.prod(in_shape) // count, []
+    for size in reversed(in_shape):
+        within = math.gcd(size, group)
+        groups.append(size // within)
+        group //= within
+    return tuple(reversed(groups))
+
+
+def gemv_unsupported_reason(
+    template: Template, dtype: DTypeLike, context: BuildContext
+) -> str | None:
     """Why the GEMV kernel does not take every large weight of a model that computes in `dtype`;
     None if it does. Embeddings are looked up, not multiplied, and experts have a kernel of their
     own."""
@@ -202,6 +271,6 @@ def gemv_unsupported_reason(template: Template, dtype: DTypeLike) -> str | None:
         name = ".".join(map(str, path))
         if layout is None or not layout.transposed:
             return f"{name} is not transposed"
-        if not layout.use_gemv(variable.get_value().dtype, dtype):
+        if not layout.use_gemv(variable.get_value().dtype, dtype, context):
             return f"{name} has a shape or dtype that the GEMV kernel does not take"
     return None

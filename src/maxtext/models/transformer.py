@@ -127,7 +127,7 @@ class Transformer(nnx.Module):
             out_shape=(spec.vocab_size,),
             axes=("embed_vocab", "vocab" if self.num_labels == 0 else None),
             dtype=spec.dtype,
-            exact=spec.exact,
+            exact=spec.exact and not self.context.quantized_weights,
         )
 
     def __call__(
@@ -304,7 +304,7 @@ def build_context(
     config: MaxTextConfig,
     rules: AxisRules | None = None,
     mode: str = TRAIN,
-    quantized_weights: bool = False,
+    quantized_weights: str = "",
     decode_rows: int = 0,
     adapters: AdapterSpec | None = None,
 ) -> BuildContext:
@@ -368,11 +368,16 @@ def implementations(config: MaxTextConfig, context: BuildContext) -> dict[str, s
             "MLP": (MLPS, mlps),
             "experts": (MOES, experts),
         }
-    return {
+    described = {
         part: describe_choices([choose(table, spec, context) for spec in part_specs])
         for part, (table, part_specs) in parts.items()
         if part_specs
     }
+    if context.quantized_weights and context.mode != TRAIN:
+        reason = context.eight_bit_unsupported_reason()
+        rows = "quantized from 17 rows on" if reason is None else f"not quantized ({reason})"
+        described["weights"] = f"{context.quantized_weights}; activations are {rows}"
+    return described
 
 
 def initial_weights(

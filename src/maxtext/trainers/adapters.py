@@ -58,7 +58,7 @@ def model_context(
     adapters: AdapterSpec | None = None,
 ) -> BuildContext:
     """The context of the model that is trained, over a base that may be quantized."""
-    quantized = config.lora_weight_qtype is not None
+    quantized = config.lora_weight_qtype or ""
     return build_context(config, rules, mode, quantized_weights=quantized, adapters=adapters)
 
 

@@ -73,7 +73,7 @@ def quantization_is_implemented(settings: Settings) -> str | None:
     ):
         return (
             f"quantization={settings.quantization.value} is not implemented: use int8, fp8 or "
-            "fp8_full for training, int8 or int4 for weight-only quantization in inference"
+            "fp8_full for training, fp8, int8 or int4 for inference"
         )
     return None
 

@@ -94,7 +94,7 @@ class InferenceEngine:
         config, build = programs.config, programs.build
         check_cache(programs, make_cache_config(programs, slots, length))
         self.capacity = Capacity(slots, length, fits_slots, memory_fraction)
-        fast_single_row = build.decode_rows == 1 or config.quantization == "int8"
+        fast_single_row = build.decode_rows == 1 or bool(build.quantized_weights)
         if slots < MIN_GPU_SLOTS and build.platform == "gpu" and not fast_single_row:
             slots, fits_slots = MIN_GPU_SLOTS, True
         with programs.context():

@@ -55,9 +55,9 @@ class InferenceModel:
         self.context = context
         self.builds: dict[int, Programs] = {}
         self.programs = self.build(decode_rows=0)
-        weights = layout_for_decode(template, weights, context)
         weights = self.with_adapters(weights, model_param_infos(template, config))
-        self.weights = pack_weights(self.programs.template, weights)
+        weights = pack_weights(self.programs.template, weights)
+        self.weights = layout_for_decode(self.programs.template, weights, context)
         self.log_implementations()
 
     def with_adapters(self, weights: Tree, param_infos: Mapping[str, ParamInfo]) -> Tree:
@@ -108,7 +108,8 @@ class InferenceModel:
             for spec in (layer.attention, layer.mlp):
                 if not isinstance(spec, AttentionSpec | MlpSpec | MoeSpec):
                     return f"{type(spec).__name__.removesuffix('Spec')} has no GEMV kernels"
-        return gemv_unsupported_reason(self.build(decode_rows=1).template, self.config.dtype.value)
+        template = self.build(decode_rows=1).template
+        return gemv_unsupported_reason(template, self.config.dtype.value, self.context)
 
     @property
     def checkpoint_weights(self) -> Tree:

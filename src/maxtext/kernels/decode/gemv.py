@@ -1,5 +1,5 @@
-"""Fused bfloat16 matrix-vector products (GEMV) of a decode step with one sequence. Pallas kernels
-for NVIDIA GPUs, lowered by Triton.
+"""Fused matrix-vector products (GEMV) of a decode step with one sequence, in bfloat16. Pallas
+kernels for NVIDIA GPUs, lowered by Triton.
 
     n = rms_norm(x) · (scale + offset)
 
@@ -13,14 +13,14 @@ Shapes: K inputs, N outputs, H query heads, G key/value heads, D head_dim.
 
 With one token, a product takes as long as reading its weight, and the norms, rotations and sums
 around it would take as long as a kernel launch each. Weights are transposed, [N, K], so that the
-contracted dimension is contiguous. A program computes a few columns over all of K, or the same
-columns of a pair of weights. The inverse RMS is a scalar, so it multiplies the product at the end.
-Accumulation is in float32; tile sizes are the fastest on an H200.
+contracted dimension is contiguous, and may be quantized. A program computes a few columns over all
+of K, or the same columns of a pair of weights. The inverse RMS is a scalar, so it multiplies the
+product at the end. Accumulation is in float32; tile sizes are the fastest on an H200 (those of fp8
+and int4 are not measured yet).
 """
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -29,45 +29,64 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jax.typing import DTypeLike
 
+from maxtext.common.hardware import is_nvidia
 from maxtext.common.types import Tree
+from maxtext.kernels.decode.gemv_products import (
+    LOADS,
+    NormedInput,
+    Tiles,
+    is_grouped,
+    operands,
+)
+from maxtext.kernels.weight_only import FP8, INT4, INT8, QuantizedWeight
 
-
-@dataclass(frozen=True)
-class Tiles:
-    columns: int  # outputs of a program
-    depth: int  # inputs of a step
-    warps: int
-
-
-@dataclass(frozen=True)
-class NormedInput:
-    """The RMS norm of x [K], times scale [K] + offset."""
-
-    x: Array
-    scale: Array
-    epsilon: float
-    offset: float = 0.0
-
-
-PAIRS, LONG_PAIRS, SINGLE = Tiles(2, 1024, 1), Tiles(2, 2048, 4), Tiles(1, 512, 1)
-LONG_DEPTH = 4096
-ELEMENTS_PER_THREAD = 256  # in-flight loads of one thread at most
+FLOATS = "floats"
+# By format, and whether the weight is short or long (from LONG_DEPTH inputs on).
+PAIRS: dict[str, tuple[Tiles, Tiles]] = {
+    FLOATS: (Tiles(2, 1024, 1), Tiles(2, 2048, 4)),
+    FP8: (Tiles(2, 1024, 1), Tiles(2, 2048, 4)),
+    INT8: (Tiles(1, 512, 1, stages=3), Tiles(1, 512, 1, stages=3)),
+    INT4: (Tiles(1, 1024, 1, stages=3), Tiles(1, 1024, 1, stages=3)),
+}
+SINGLE: dict[str, tuple[Tiles, Tiles]] = {
+    FLOATS: (Tiles(1, 512, 1), Tiles(1, 512, 1)),
+    FP8: (Tiles(1, 512, 1), Tiles(1, 512, 1)),
+    INT8: (Tiles(2, 512, 1, stages=3), Tiles(2, 1024, 2, stages=3)),
+    INT4: (Tiles(2, 1024, 1, stages=3), Tiles(2, 2048, 2, stages=3)),
+}
+LONG_DEPTH = {FLOATS: 4096, FP8: 4096, INT8: 8192, INT4: 8192}
+BYTES_PER_THREAD = 512  # in-flight loads of one thread at most
 DEPTH_MULTIPLE, COLUMN_MULTIPLE = 512, 16  # that K and N must be
 
 
-def supports(depth: int, columns: int, dtype: DTypeLike) -> bool:
-    """Whether the kernels support x [depth] and a weight [columns, depth] of `dtype`."""
+def supports(
+    depth: int, columns: int, dtype: DTypeLike, weight_format: str = "", capability: str = "9.0"
+) -> bool:
+    """Whether the kernels support x [depth] of `dtype` and a weight [columns, depth] in this
+    format, or of `dtype` if it is empty. int4 weights need groups of 128 inputs."""
     aligned = (
         depth % DEPTH_MULTIPLE == 0 and columns % COLUMN_MULTIPLE == 0 and depth * columns <= 2**31
     )
-    return aligned and jnp.dtype(dtype) == jnp.bfloat16
+    converts = weight_format != FP8 or is_nvidia(capability, (8, 9))
+    is_known = weight_format in ("", FP8, INT8, INT4)
+    return aligned and converts and is_known and jnp.dtype(dtype) == jnp.bfloat16
+
+
+def supports_weight(weight_T: QuantizedWeight, dtype: DTypeLike, capability: str) -> bool:
+    columns, depth = weight_T.shape
+    if weight_T.format == INT4 and not is_grouped(weight_T):
+        return False
+    return supports(depth, columns, dtype, weight_T.format, capability)
 
 
 def norm_gate_up(
-    x: NormedInput, weights_T: Array, activation: Callable[[Array], Array], interpret: bool = False
+    x: NormedInput,
+    weights_T: Array | QuantizedWeight,
+    activation: Callable[[Array], Array],
+    interpret: bool = False,
 ) -> Array:
     """[N]; weights_T [2 N, K], the gate first."""
-    tiles = pair_tiles(x)
+    tiles = tiles_of(PAIRS, weights_T)
     columns = weights_T.shape[0] // 2
     blocks = columns // tiles.columns
 
@@ -90,7 +109,7 @@ def norm_gate_up(
 
 def norm_qkv_rope(
     x: NormedInput,
-    weights_T: Array,
+    weights_T: Array | QuantizedWeight,
     cos: Array,
     sin: Array,
     heads: tuple[int, int],
@@ -99,7 +118,7 @@ def norm_qkv_rope(
     """q [H, D], k and v [G, D]; `heads` is (H, G); weights_T [(H + 2 G) D, K]; cos and sin [D /
     2].
     """
-    tiles = pair_tiles(x)
+    tiles = tiles_of(PAIRS, weights_T)
     q_heads, kv_heads = heads
     half = cos.shape[0]
     blocks = half // tiles.columns  # of half a head
@@ -155,10 +174,13 @@ def store_head(
 
 
 def norm_gemv(
-    x: NormedInput, weight_T: Array, bias: Array | None = None, interpret: bool = False
+    x: NormedInput,
+    weight_T: Array | QuantizedWeight,
+    bias: Array | None = None,
+    interpret: bool = False,
 ) -> Array:
     """n weight_T.T + bias, [N]; weight_T [N, K]."""
-    tiles = pair_tiles(x)
+    tiles = tiles_of(PAIRS, weight_T)
     more = [] if bias is None else [bias]
     columns = pl.BlockSpec((tiles.columns,), lambda n: (n,))
 
@@ -184,8 +206,10 @@ def norm_gemv(
     )
 
 
-def gemv(x: Array, weight_T: Array, interpret: bool = False) -> Array:
+def gemv(x: Array, weight_T: Array | QuantizedWeight, interpret: bool = False) -> Array:
     """[N] of x [K] and weight_T [N, K]."""
+
+    tiles = tiles_of(SINGLE, weight_T)
 
     def finish(total: Array, out_ref: Ref) -> None:
         out_ref[...] = total.astype(out_ref.dtype)
@@ -195,30 +219,34 @@ def gemv(x: Array, weight_T: Array, interpret: bool = False) -> Array:
         x,
         weight_T,
         [lambda n: n],
-        programs=weight_T.shape[0] // SINGLE.columns,
-        tiles=SINGLE,
+        programs=weight_T.shape[0] // tiles.columns,
+        tiles=tiles,
         interpret=interpret,
         name="gemv",
-        out_specs=pl.BlockSpec((SINGLE.columns,), lambda n: (n,)),
+        out_specs=pl.BlockSpec((tiles.columns,), lambda n: (n,)),
         out_shape=like(x, weight_T.shape[0]),
     )
 
 
-def gemv_add(x: Array, weight_T: Array, residual: Array, interpret: bool = False) -> Array:
+def gemv_add(
+    x: Array, weight_T: Array | QuantizedWeight, residual: Array, interpret: bool = False
+) -> Array:
     """residual [N] + x [K] times weight_T [N, K]."""
+
+    tiles = tiles_of(SINGLE, weight_T)
 
     def finish(total: Array, residual_ref: Ref, out_ref: Ref) -> None:
         out_ref[...] = residual_ref[...] + total.astype(out_ref.dtype)
 
-    columns = pl.BlockSpec((SINGLE.columns,), lambda n: (n,))
+    columns = pl.BlockSpec((tiles.columns,), lambda n: (n,))
     return gemv_call(
         finish,
         x,
         weight_T,
         [lambda n: n],
         residual,
-        programs=weight_T.shape[0] // SINGLE.columns,
-        tiles=SINGLE,
+        programs=weight_T.shape[0] // tiles.columns,
+        tiles=tiles,
         interpret=interpret,
         name="gemv_add",
         more_specs=[columns],
@@ -227,8 +255,14 @@ def gemv_add(x: Array, weight_T: Array, residual: Array, interpret: bool = False
     )
 
 
-def pair_tiles(x: NormedInput) -> Tiles:
-    return LONG_PAIRS if x.x.size >= LONG_DEPTH else PAIRS
+def weight_format(weight_T: Array | QuantizedWeight) -> str:
+    return weight_T.format if isinstance(weight_T, QuantizedWeight) else FLOATS
+
+
+def tiles_of(table: dict[str, tuple[Tiles, Tiles]], weight_T: Array | QuantizedWeight) -> Tiles:
+    name = weight_format(weight_T)
+    short, long = table[name]
+    return long if weight_T.shape[1] >= LONG_DEPTH[name] else short
 
 
 def like(x: Array, *shape: int) -> jax.ShapeDtypeStruct:
@@ -238,7 +272,7 @@ def like(x: Array, *shape: int) -> jax.ShapeDtypeStruct:
 def gemv_call(
     finish: Callable[..., None],
     x: NormedInput | Array,
-    weights_T: Array,
+    weights_T: Array | QuantizedWeight,
     block_indices: list[Callable[[Array], Array]],
     *more: Array,
     programs: int,
@@ -252,70 +286,36 @@ def gemv_call(
     """Run `finish(*products, *more_refs, *out_refs)` with the products of a program, one for each
     of `block_indices`, which map the program to a block of columns of `weights_T`."""
     depth = weights_T.shape[1]
-    block_depth = math.gcd(tiles.depth, depth)
-    vectors = [x.x, x.scale] if isinstance(x, NormedInput) else [x]
-    norm = (x.epsilon, x.offset) if isinstance(x, NormedInput) else None
-    unrolled = len(block_indices) * tiles.columns * depth <= 32 * tiles.warps * ELEMENTS_PER_THREAD
+    loads = 1 if weight_format(weights_T) in (FLOATS, FP8) else LOADS
+    block_depth = math.gcd(tiles.depth, depth // loads)
+    num_bytes = len(block_indices) * tiles.columns * depth * jnp.dtype(weights_T.dtype).itemsize
+    unrolled = num_bytes <= 32 * tiles.warps * BYTES_PER_THREAD
+    read = operands(x, weights_T, block_depth, unrolled, interpret)
+    num_vectors, num_parts = len(read.vectors), len(read.parts)
+    end = num_vectors + num_parts * len(block_indices)
 
     def run(*refs: Ref) -> None:
-        end = len(vectors) + len(block_indices)
-        sums = products(refs[: len(vectors)], refs[len(vectors) : end], block_depth, unrolled, norm)
-        finish(*sums, *refs[end:])
+        blocks = [refs[at : at + num_parts] for at in range(num_vectors, end, num_parts)]
+        finish(*read.sums(refs[:num_vectors], blocks), *refs[end:])
 
-    def columns_of(index: Callable[[Array], Array]) -> pl.BlockSpec:
-        return pl.BlockSpec((tiles.columns, depth), lambda n: (index(n), 0))
+    def whole(array: Array) -> pl.BlockSpec:
+        return pl.BlockSpec(array.shape, lambda n: (0,) * array.ndim)
+
+    def columns_of(part: Array, index: Callable[[Array], Array]) -> pl.BlockSpec:
+        rest = part.shape[1:]
+        return pl.BlockSpec((tiles.columns, *rest), lambda n: (index(n), *[0] * len(rest)))
 
     return pl.pallas_call(
         run,
         grid=(programs,),
         in_specs=[
-            *(pl.BlockSpec((depth,), lambda n: (0,)) for _ in vectors),
-            *(columns_of(index) for index in block_indices),
+            *map(whole, read.vectors),
+            *(columns_of(part, index) for index in block_indices for part in read.parts),
             *more_specs,
         ],
         out_specs=out_specs,
         out_shape=out_shape,
         interpret=interpret,
         name=f"decode_{name}",
-        compiler_params=triton.CompilerParams(num_warps=tiles.warps, num_stages=1),
-    )(*vectors, *[weights_T] * len(block_indices), *more)
-
-
-def products(
-    vectors: Sequence[Ref],
-    weights_T: Sequence[Ref],
-    block_depth: int,
-    unrolled: bool,
-    norm: tuple[float, float] | None,
-) -> list[Array]:
-    """In a kernel: [columns] for each block [columns, K] of weights. `norm` is (epsilon,
-    offset).
-    """
-    columns, depth = weights_T[0].shape
-    steps = depth // block_depth
-
-    def add(step: Array | int, carry: tuple[Array, ...]) -> tuple[Array, ...]:
-        squares, *totals = carry
-        at = pl.ds(step * block_depth, block_depth)
-        tiles = [weight[:, at] for weight in weights_T]
-        x = vectors[0][at].astype(jnp.float32)
-        if norm is not None:
-            squares += x * x
-            x *= vectors[1][at].astype(jnp.float32) + norm[1]
-        return squares, *(
-            total + tile.astype(jnp.float32) * x[None]
-            for total, tile in zip(totals, tiles, strict=True)
-        )
-
-    carry = (
-        jnp.zeros((block_depth,), jnp.float32),
-        *(jnp.zeros((columns, block_depth)) for _ in weights_T),
-    )
-    if unrolled:  # all loads are issued before the first is used
-        for step in range(steps):
-            carry = add(step, carry)
-    else:
-        carry = jax.lax.fori_loop(0, steps, add, carry)
-    squares, *totals = carry
-    factor = 1.0 if norm is None else jax.lax.rsqrt(squares.sum() / depth + norm[0])
-    return [total.sum(axis=1) * factor for total in totals]
+        compiler_params=triton.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
+    )(*read.vectors, *read.parts * len(block_indices), *more)

@@ -1,28 +1,22 @@
-"""bfloat16 x int8 matmuls with few rows, as in decoding, where time is spent on reading the
-weights. Pallas kernels for NVIDIA GPUs, lowered by Triton.
+"""bfloat16 matmuls with few rows and a quantized weight, as in decoding, where time is spent on
+reading the weight. Pallas kernels for NVIDIA GPUs, lowered by Triton.
 
-    y = x w,   x [M, K] bfloat16,   w_T [N, K] int8,   y [M, N] float32
+    y = x w,   x [M, K] bfloat16,   w_T [N, K] fp8, int8 or int4
 
 Shapes: M rows, K inputs, N outputs. Weights are transposed, so that the contracted dimension is
 contiguous.
 
-One row is converted to integers, so that weights need no conversion: four neighbours share a power
-of two, and each is a 15-bit multiple of it, in two bytes (`split_bytes`). That is exact for
-bfloat16 unless a neighbour is 64 times as large, and then the error is less than 1/8192 of that
-neighbour. dp4a sums four byte products in one instruction. One kernel may multiply by several
-weights.
+One row is a matrix-vector product (`gemv.py`). Several rows are padded to sixteen for tensor cores.
+Codes are converted to floats in registers, integers by bit operations, since GPUs convert integers
+slowly. int4 codes of even and of odd inputs are two products, for each group of inputs that share a
+scale. The contraction is split into spans (split-K), whose sums are added outside of the kernel.
 
-Several rows are padded to sixteen for tensor cores. Weights are converted to floats in registers by
-bit operations, since GPUs convert integers slowly. The contraction is split into spans (split-K),
-whose sums are added outside of the kernel.
-
-Tile sizes are the fastest on an H200; for float weights XLA's matmuls are as fast.
+Tile sizes are the fastest on an H200 for int8; for float weights XLA's matmuls are as fast.
 """
 
 import functools
 import math
-from collections.abc import Callable, Sequence
-from itertools import accumulate
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -31,217 +25,144 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jax.typing import DTypeLike
 
+from maxtext.common.hardware import is_nvidia
+from maxtext.kernels.decode import gemv
+from maxtext.kernels.decode.gemv_products import GROUP_BYTES, is_grouped
+from maxtext.kernels.weight_only import FP8, INT4, INT8, PACKED_OFFSET, QuantizedWeight
+
 MIN_ROWS = 16  # of a tensor core matmul: fewer are padded
 MAX_ROWS = 64  # with more, reading the weights no longer dominates
-COLUMNS = 2  # of a tile for one row
-DEPTH = 512  # of a tile for one row, twice as much from LONG_DEPTH on; two tiles are read at a time
-LONG_DEPTH = 8192
-MIN_DEPTH = 128  # four values for each thread of a warp
-ROWS_COLUMNS, ROWS_DEPTH = 64, 128  # of a tile for several rows
+COLUMNS, DEPTH = 64, 128  # of a tile
 MAX_SPANS = 8
 BIAS = 2.0**23 + 128
-SHIFT = 13  # binary shift of the values of one row: the largest of four gets 14 bits
-MIN_EXPONENT, MAX_EXPONENT = SHIFT + 1, 254  # of four values, so that all scales are normal
-# Four weights times the high bytes, then the low bytes of x; their sum times their power of two.
-DP4A = """{ .reg .b32 sum, power; .reg .f32 value, scale;
-dp4a.s32.s32 sum, $4, $5, 0; shl.b32 sum, sum, 8; dp4a.s32.s32 sum, $4, $6, sum;
-cvt.rn.f32.s32 value, sum;
-shl.b32 power, $7, 23; mov.b32 scale, power; fma.rn.f32 $0, value, scale, $8;
-mov.f32 $1, $9; mov.f32 $2, $10; mov.f32 $3, $11; }"""
 # Four bytes n become n + 128, each the lowest byte of a float 2^23 + n + 128.
 UNPACK = "xor.b32 t, {0}, 0x80808080; " + " ".join(
     f"prmt.b32 {name}, t, 0x4B000000, 0x754{byte};" for byte, name in enumerate("abcd")
 )
+FOUR_BITS = 0x4300  # a bfloat16 of 128, to whose last bits a code from 0 to 15 is added
 
 
-def supports(rows: int, depth: int, columns: int, dtype: DTypeLike) -> bool:
-    """Whether the kernels support the shape, and are faster than XLA's matmul."""
-    block_columns, block_depth = (
-        (COLUMNS, 2 * MIN_DEPTH) if rows == 1 else (ROWS_COLUMNS, ROWS_DEPTH)
-    )
-    aligned = depth % block_depth == 0 and columns % block_columns == 0
+def supports(
+    rows: int, weight_T: QuantizedWeight, dtype: DTypeLike, capability: str = "9.0"
+) -> bool:
+    """Whether the kernels support the shape and format, and are faster than XLA's matmul."""
+    if rows == 1:
+        return gemv.supports_weight(weight_T, dtype, capability)
+    columns, depth = weight_T.shape
     return (
-        aligned
+        depth % DEPTH == 0
+        and columns % COLUMNS == 0
         and depth * columns <= 2**31
         and rows <= MAX_ROWS
         and jnp.dtype(dtype) == jnp.bfloat16
+        and (weight_T.format in (FP8, INT8) or is_grouped(weight_T))
+        and (weight_T.format != FP8 or is_nvidia(capability, (8, 9)))
     )
 
 
 def small_batch_matmul(
-    x: Array, weights_T: Sequence[Array], interpret: bool = False
+    x: Array, weights_T: Sequence[QuantizedWeight], interpret: bool = False
 ) -> list[Array]:
-    """[M, N] in float32 for each weight; x [M, K], weights_T [N, K] of int8."""
+    """[M, N] for each weight, of one row in the dtype of x, of several in float32; x [M, K],
+    weights_T [N, K]."""
     if x.shape[0] == 1:
-        return [out[None] for out in gemv_int8(x[0], weights_T, interpret)]
+        return [gemv.gemv(x[0], weight_T, interpret)[None] for weight_T in weights_T]
     return [matmul_rows(x, weight_T, interpret) for weight_T in weights_T]
 
 
-def gemv_int8(x: Array, weights_T: Sequence[Array], interpret: bool) -> list[Array]:
-    long = x.size >= LONG_DEPTH and x.size % (4 * MIN_DEPTH) == 0
-    block_depth = math.gcd(2 * DEPTH if long else DEPTH, x.size // 2)
-    counts = [weight_T.shape[0] // COLUMNS for weight_T in weights_T]
-    firsts = [0, *accumulate(counts)]
-
-    def block_index(weight: int) -> Callable:
-        return lambda n: jnp.clip(n - firsts[weight], 0, counts[weight] - 1)
-
-    indices = [block_index(weight) for weight in range(len(weights_T))]
-    return pl.pallas_call(
-        functools.partial(
-            gemv_program, firsts=firsts, block_depth=block_depth, interpret=interpret
-        ),
-        grid=(firsts[-1],),
-        in_specs=[
-            pl.BlockSpec((x.size,), lambda n: (0,)),
-            pl.BlockSpec((x.size,), lambda n: (0,)),
-            pl.BlockSpec((x.size,), lambda n: (0,)),
-            *(
-                pl.BlockSpec((COLUMNS, x.size), lambda n, index=index: (index(n), 0))
-                for index in indices
-            ),
-        ],
-        out_specs=[
-            pl.BlockSpec((COLUMNS,), lambda n, index=index: (index(n),)) for index in indices
-        ],
-        out_shape=[jax.ShapeDtypeStruct(weight_T.shape[:1], jnp.float32) for weight_T in weights_T],
-        interpret=interpret,
-        name="decode_gemv_int8",
-        compiler_params=triton.CompilerParams(num_warps=2 if long else 1, num_stages=3),
-    )(*split_bytes(x), *weights_T)
-
-
-def split_bytes(x: Array) -> tuple[Array, ...]:
-    """x [K] as int8 arrays [K]: high bytes, low bytes and exponents. x is (256 high + low) *
-    2^(exponent - 127), with the exponent of the first of four neighbours; the other three are zero.
-    Infinity and NaN have the exponent of infinity."""
-    quads = x.astype(jnp.float32).reshape(-1, 4)
-    # Not a reduction, which would be a kernel of its own.
-    largest = functools.reduce(jnp.maximum, [jnp.abs(quads[:, i : i + 1]) for i in range(4)])
-    exponents = jax.lax.bitcast_convert_type(largest, jnp.int32) >> 23
-    finite = exponents < 255
-    exponents = jnp.clip(exponents, MIN_EXPONENT, MAX_EXPONENT)
-    scale = jax.lax.bitcast_convert_type((254 + SHIFT - exponents) << 23, jnp.float32)
-    integers = jnp.round(jnp.where(finite, quads, 1) * scale).astype(jnp.int32)
-    high = (integers + 128) >> 8
-    powers = jnp.where(finite, exponents - SHIFT, 255)
-    first = jax.lax.broadcasted_iota(jnp.int32, quads.shape, 1) == 0
-    parts = high, integers - 256 * high, jnp.where(first, powers, 0)
-    return tuple(part.astype(jnp.int8).reshape(-1) for part in parts)
-
-
-def gemv_program(
-    high_ref: Ref,
-    low_ref: Ref,
-    power_ref: Ref,
-    *refs: Ref,
-    firsts: Sequence[int],
-    block_depth: int,
-    interpret: bool,
-) -> None:
-    """Each program computes columns of one weight."""
-    program = pl.program_id(0)
-    steps = high_ref.shape[0] // block_depth // 2
-    weights_T, outs = refs[: len(refs) // 2], refs[len(refs) // 2 :]
-    for weight_ref, out_ref, first, end in zip(weights_T, outs, firsts, firsts[1:], strict=False):
-
-        def add(step: Array, total: Array, weight_ref: Ref = weight_ref) -> Array:
-            spans = [pl.ds((2 * step + half) * block_depth, block_depth) for half in range(2)]
-            # Both loads are issued before the first is used.
-            tiles = [weight_ref[:, at] for at in spans]
-            for at, tile in zip(spans, tiles, strict=True):
-                total = add_dp4a(total, tile, high_ref[at], low_ref[at], power_ref[at], interpret)
-            return total
-
-        @pl.when((program >= first) & (program < end))
-        def _(out_ref: Ref = out_ref, add: Callable = add) -> None:
-            total = jax.lax.fori_loop(0, steps, add, jnp.zeros((COLUMNS, block_depth), jnp.float32))
-            out_ref[...] = total.sum(axis=1)
-
-
-def add_dp4a(
-    total: Array, tile: Array, high: Array, low: Array, powers: Array, interpret: bool
-) -> Array:
-    """total [COLUMNS, block_depth] plus the sum of every four products, at the first of the
-    four.
-    """
-    if interpret:
-        products = tile.astype(jnp.int32) * (high.astype(jnp.int32) * 256 + low.astype(jnp.int32))
-        scale = jax.lax.bitcast_convert_type(
-            (powers.astype(jnp.int32) & 255)[::4] << 23, jnp.float32
-        )
-        sums = products.reshape(len(tile), -1, 4).sum(axis=-1).astype(jnp.float32) * scale
-        return total.at[:, ::4].add(sums)
-    [total] = triton.elementwise_inline_asm(
-        DP4A,
-        args=[
-            tile,
-            *(jnp.broadcast_to(part[None], tile.shape) for part in (high, low, powers)),
-            total,
-        ],
-        constraints="=f,=f,=f,=f,r,r,r,r,f,f,f,f",
-        pack=4,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(total.shape, jnp.float32)],
-    )
-    return total
-
-
-def matmul_rows(x: Array, weight_T: Array, interpret: bool) -> Array:
-    (num_rows, depth), num_columns = x.shape, weight_T.shape[0]
+def matmul_rows(x: Array, weight_T: QuantizedWeight, interpret: bool) -> Array:
+    num_rows, (num_columns, depth) = x.shape[0], weight_T.shape
     padded_rows = max(MIN_ROWS, pl.next_power_of_2(num_rows))
-    spans = math.gcd(MAX_SPANS, depth // ROWS_DEPTH)
+    spans = math.gcd(MAX_SPANS, depth // DEPTH)
+    # x of even and of odd inputs, as the halves of the codes' bytes, which have scales by group.
+    grouped = weight_T.format == INT4
+    vectors = [x[:, 0::2], x[:, 1::2]] if grouped else [x]
+    parts = [weight_T.qvalue, weight_T.scale] if grouped else [weight_T.qvalue]
     sums = pl.pallas_call(
         functools.partial(
-            matmul_program, padded_rows=padded_rows, span=depth // spans, interpret=interpret
+            grouped_program if grouped else matmul_program,
+            padded_rows=padded_rows,
+            steps=depth // spans // DEPTH,
+            interpret=interpret,
         ),
-        grid=(num_columns // ROWS_COLUMNS, spans),
+        grid=(num_columns // COLUMNS, spans),
         in_specs=[
-            pl.BlockSpec((num_rows, depth), lambda n, s: (0, 0)),
-            pl.BlockSpec((ROWS_COLUMNS, depth), lambda n, s: (n, 0)),
+            *(pl.BlockSpec(vector.shape, lambda n, s: (0, 0)) for vector in vectors),
+            *(pl.BlockSpec((COLUMNS, part.shape[1]), lambda n, s: (n, 0)) for part in parts),
         ],
-        out_specs=pl.BlockSpec((None, ROWS_COLUMNS, padded_rows), lambda n, s: (s, n, 0)),
+        out_specs=pl.BlockSpec((None, COLUMNS, padded_rows), lambda n, s: (s, n, 0)),
         out_shape=jax.ShapeDtypeStruct((spans, num_columns, padded_rows), jnp.float32),
         interpret=interpret,
-        name="decode_matmul_int8",
+        name=f"decode_matmul_{weight_T.format}",
         compiler_params=triton.CompilerParams(num_warps=4, num_stages=3),
-    )(x, weight_T)
-    return sums.sum(axis=0).T[:num_rows]
+    )(*vectors, *parts)
+    y = sums.sum(axis=0).T[:num_rows]
+    return y if grouped else y * weight_T.scale[:, 0]
 
 
 def matmul_program(
-    x_ref: Ref,
-    weight_ref: Ref,
-    out_ref: Ref,
-    *,
-    padded_rows: int,
-    span: int,
-    interpret: bool,
+    x_ref: Ref, weight_ref: Ref, out_ref: Ref, *, padded_rows: int, steps: int, interpret: bool
 ) -> None:
-    first = pl.program_id(1) * span
+    first = pl.program_id(1) * steps
     row = jnp.minimum(jnp.arange(padded_rows), x_ref.shape[0] - 1)  # the last row is repeated
 
     def add(step: Array, total: Array) -> Array:
-        at = pl.ds(first + step * ROWS_DEPTH, ROWS_DEPTH)
+        at = pl.ds((first + step) * DEPTH, DEPTH)
         x = x_ref[row, at]
-        return total + triton.dot(
-            to_floats(weight_ref[:, at], interpret).astype(x.dtype), x, trans_b=True
-        )
+        weight = to_floats(weight_ref[:, at], interpret).astype(x.dtype)
+        return total + triton.dot(weight, x, trans_b=True)
 
-    zeros = jnp.zeros((ROWS_COLUMNS, padded_rows), jnp.float32)
-    out_ref[...] = jax.lax.fori_loop(0, span // ROWS_DEPTH, add, zeros)
+    zeros = jnp.zeros((COLUMNS, padded_rows), jnp.float32)
+    out_ref[...] = jax.lax.fori_loop(0, steps, add, zeros)
 
 
-def to_floats(integers: Array, interpret: bool) -> Array:
-    """int8 to float32, by bit operations."""
-    if interpret:
-        return integers.astype(jnp.float32)
+def grouped_program(
+    even_ref: Ref,
+    odd_ref: Ref,
+    weight_ref: Ref,
+    scale_ref: Ref,
+    out_ref: Ref,
+    *,
+    padded_rows: int,
+    steps: int,
+    interpret: bool,
+) -> None:
+    """Each step is one group of inputs."""
+    first = pl.program_id(1) * steps
+    row = jnp.minimum(jnp.arange(padded_rows), even_ref.shape[0] - 1)
+
+    def add(step: Array, total: Array) -> Array:
+        at = pl.ds((first + step) * GROUP_BYTES, GROUP_BYTES)
+        codes = weight_ref[:, at]
+        pairs = ((codes & 15, even_ref), (codes >> 4, odd_ref))
+        sums = [
+            triton.dot(four_bits_to_floats(half), x_ref[row, at], trans_b=True)
+            for half, x_ref in pairs
+        ]
+        return total + (sums[0] + sums[1]) * scale_ref[:, first + step][:, None]
+
+    zeros = jnp.zeros((COLUMNS, padded_rows), jnp.float32)
+    out_ref[...] = jax.lax.fori_loop(0, steps, add, zeros)
+
+
+def four_bits_to_floats(codes: Array) -> Array:
+    """uint8 from 0 to 15, with the offset of packed int4, to bfloat16, by bit operations."""
+    bits = codes.astype(jnp.int16) | jnp.int16(FOUR_BITS)
+    biased = jax.lax.bitcast_convert_type(bits, jnp.bfloat16)
+    return biased - jnp.bfloat16(128 + PACKED_OFFSET)
+
+
+def to_floats(codes: Array, interpret: bool) -> Array:
+    """int8 to float32, by bit operations; fp8 as it is."""
+    if interpret or codes.dtype != jnp.int8:
+        return codes.astype(jnp.float32) if codes.dtype == jnp.int8 else codes
     code = "{ .reg .b32 t, a, b, c, d; " + UNPACK.format("$4")
     code += " ".join(f"mov.b32 ${operand}, {name};" for operand, name in enumerate("abcd")) + " }"
     [biased] = triton.elementwise_inline_asm(
         code,
-        args=[integers],
+        args=[codes],
         constraints="=r,=r,=r,=r,r",
         pack=4,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(integers.shape, jnp.float32)],
+        result_shape_dtypes=[jax.ShapeDtypeStruct(codes.shape, jnp.float32)],
     )
     return biased - BIAS
