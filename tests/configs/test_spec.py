@@ -75,6 +75,9 @@ def test_group(group):
         names = typing.get_args(types.RunInfo.model_fields["model_name"].annotation)
         published = [name for name in names if f"'{name}'" in expected["model_name"][0]]
         actual["model_name"][0] = f"Literal{published}"
+    if group == "Quantization":  # may have further formats of caches
+        choices = actual["kv_quant_dtype"][0]
+        actual["kv_quant_dtype"][0] = choices.replace(", 'fp8'", "")
     assert actual == expected
 
 

@@ -7,7 +7,11 @@ from maxtext.cli.arguments import ANY_TEXT, Option
 from maxtext.common.errors import ConfigError
 
 DTYPES = {"half": "float16", "float": "float32"}
-KV_CACHE_DTYPES = {"auto": [], "int8": ["quantize_kvcache=true", "kv_quant_dtype=int8"]}
+QUANTIZED_CACHES = {"int8": "int8", "fp8": "fp8", "fp8_e4m3": "fp8"}
+KV_CACHE_DTYPES: dict[str, list[str]] = {"auto": []} | {
+    name: ["quantize_kvcache=true", f"kv_quant_dtype={dtype}"]
+    for name, dtype in QUANTIZED_CACHES.items()
+}
 
 
 def dtype_overrides(value: str) -> list[str]:
@@ -28,7 +32,7 @@ def kv_cache_overrides(value: str) -> list[str]:
     if value not in KV_CACHE_DTYPES:
         raise ConfigError(
             f"--kv-cache-dtype {value}: the cache has the dtype of the model or, with "
-            "quantize_kvcache=true, kv_quant_dtype=int8 or int4"
+            "quantize_kvcache=true, kv_quant_dtype=int8, int4 or fp8"
         )
     return KV_CACHE_DTYPES[value]
 

@@ -45,7 +45,7 @@ class CacheConfig:
     dtype: DTypeLike
     block_size: int | None = None  # tokens; None: `length`, one block for each slot
     num_blocks: int | None = None  # of all slots together; None: enough for each
-    quantized: DTypeLike | None = None  # int8 or int4, with a scale for each token
+    quantized: DTypeLike | None = None  # int8, int4 or e4m3, with a scale for each token
     scale_by_head: bool = False  # a scale for each head of each token
     context: BuildContext = REFERENCE
 

@@ -15,6 +15,7 @@ from maxtext.models.transformer import initial_weights
 from tests.support.random_requests import LENGTH, compiled, new_request, random_weights
 
 LARGEST = {"int8": 127, "int4": 7}
+FP8 = jnp.float8_e4m3fn
 
 
 @pytest.mark.parametrize("window", [None, 5])
@@ -46,6 +47,31 @@ def test_rounding_error_is_at_most_half_a_step(dtype, by_head, window):
                     seen["key"][row, column], at_once["key"][row, position]
                 )
     assert np.abs(np.asarray(at_once["key"]) - tokens[:, :7]).max() > 0
+
+
+@pytest.mark.parametrize("magnitude", [1e-4, 1.0, 1e4])
+@pytest.mark.parametrize("by_head", [True, False])
+def test_fp8_has_a_relative_error_of_a_sixteenth(by_head, magnitude):
+    """Three bits after the leading one, whatever the magnitude of the token is; values below
+    2^-15 of its largest have half of the least code above zero."""
+    cache_config = CacheConfig(2, 8, jnp.float32, quantized=FP8, scale_by_head=by_head)
+    cache = empty_kv_cache(AttentionMask(), cache_config, {"key": (3, 4)})
+    random = np.random.default_rng(0)
+    tokens = (magnitude * random.normal(size=(2, 8, 3, 4)) ** 3).astype(np.float32)
+    tokens[0, 0] = 0
+    inputs = LayerInputs(
+        jnp.broadcast_to(jnp.arange(8), (2, 8)),
+        cache=cache,
+        is_first_chunk=True,
+        block_table=jnp.array([[0], [1]]),
+    )
+    view, cache = cache.update({"key": jnp.asarray(tokens)}, inputs)
+    assert cache.blocks["key"].dtype == FP8
+    assert cache.blocks["key_scale"].shape == ((2, 8, 3) if by_head else (2, 8))
+    error = np.abs(np.asarray(view["key"]) - tokens)
+    amax = np.abs(tokens).max(axis=-1 if by_head else (-1, -2), keepdims=True)
+    assert (error <= np.maximum(np.abs(tokens) / 16, amax / 224 * 2**-10)).all()
+    assert (error > 0).any()
 
 
 @pytest.mark.parametrize(
@@ -155,6 +181,7 @@ def test_cache_bytes():
         ([], num_values * 4),
         (["quantize_kvcache=true"], num_values + 2 * 2 * 4),
         (["quantize_kvcache=true", "kv_quant_axis=dkv"], num_values + 2 * 2 * 2 * 4),
+        (["quantize_kvcache=true", "kv_quant_dtype=fp8"], num_values + 2 * 2 * 4),
     ):
         executor = engine_of("causal", 3, *overrides).executor
         caches = jax.tree.leaves(executor.state.caches)
@@ -179,7 +206,7 @@ def test_log_probabilities_are_close_to_those_of_a_float_cache():
 
     tokens, log_probs = generate()
     errors = {}
-    for dtype in ("int8", "int4"):
+    for dtype in ("int8", "fp8", "int4"):
         quantized_tokens, quantized_log_probs = generate(
             "quantize_kvcache=true", f"kv_quant_dtype={dtype}", "kv_quant_axis=dkv"
         )
@@ -189,3 +216,4 @@ def test_log_probabilities_are_close_to_those_of_a_float_cache():
         errors[dtype] = np.abs(difference).max()
     assert 0 < errors["int8"] < 0.05
     assert errors["int8"] < errors["int4"]
+    assert 0 < errors["fp8"] < errors["int4"]

@@ -11,6 +11,7 @@ import pytest
 from maxtext.kernels.attention import AttentionMask, attend
 from maxtext.kernels.decode import paged_attention as decode
 from maxtext.kernels.decode.prefix_attention import GROUP_ROWS, PrefixGroups
+from maxtext.kernels.fp8.quantize import E4M3
 from maxtext.kernels.weight_only import dequantize, quantize
 
 BATCH, HEADS, GROUPS, HEAD_DIM, PAGES, PAGE, COLUMNS = 4, 6, 2, 16, 30, 16, 3
@@ -183,7 +184,7 @@ def test_groups_are_rows_that_begin_with_the_same_pages(pages, expected):
 
 
 @pytest.mark.parametrize("by_head", [True, False])
-@pytest.mark.parametrize("dtype", [jnp.int8] if GPU else [jnp.int8, jnp.int4])
+@pytest.mark.parametrize("dtype", [jnp.int8, E4M3, *([] if GPU else [jnp.int4])])
 @pytest.mark.slow
 def test_quantized_cache(dtype, by_head):
     q, *floats, table = problem()

@@ -82,7 +82,8 @@ class Quantization(Group):
         status=inert.QUANTIZATION_METHODS,
     )
     quantize_kvcache: bool = key(
-        False, "Store cached keys and values as integers to save decode memory; see kv_quant_dtype"
+        False,
+        "Store cached keys and values in 8 or 4 bits to save memory; see kv_quant_dtype",
     )
     kv_quant_axis: KvQuantAxis = key(
         KvQuantAxis.HEADS_AND_DKV,
@@ -90,9 +91,9 @@ class Quantization(Group):
         "token); empty: no quantized cache",
         needs="quantize_kvcache",
     )
-    kv_quant_dtype: Literal["int8", "int4"] = key(
+    kv_quant_dtype: Literal["int8", "int4", "fp8"] = key(
         "int8",
-        "Integer type of the quantized KV cache: int8 or int4; used with quantize_kvcache",
+        "Type of the quantized KV cache: int8, int4 or fp8 (e4m3); used with quantize_kvcache",
         needs="quantize_kvcache",
     )
     quantization_local_shard_count: int = key(

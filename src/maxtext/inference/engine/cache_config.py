@@ -2,7 +2,7 @@
 
 import functools
 
-import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from maxtext.common.errors import ConfigError
 from maxtext.common.log import LOGGER
@@ -12,6 +12,7 @@ from maxtext.inference.engine.layout import EngineLayout
 from maxtext.inference.engine.prefix_cache import BlockPool, PrefixCache
 from maxtext.inference.engine.programs import Programs
 from maxtext.inference.engine.shapes import MAX_PREFILL_TOKENS, ChunkSize
+from maxtext.kernels.weight_only import STORAGE
 from maxtext.layers.cache import CacheConfig
 
 # Tokens of a prompt in one prefill program, unless prefill_chunk_size is set. On CPUs a program of
@@ -32,9 +33,9 @@ def make_cache_config(
     if has_blocks(config):
         block_size = config.pagedattn_tokens_per_page
         num_blocks = num_blocks or block_range(config, slots, length)[1]
-    quantized = None
+    quantized: DTypeLike | None = None
     if config.quantize_kvcache:
-        quantized = {"int8": jnp.int8, "int4": jnp.int4}[config.kv_quant_dtype]
+        quantized = STORAGE[config.kv_quant_dtype]
     return CacheConfig(
         slots,
         length,

@@ -68,6 +68,8 @@ def unsupported_reason(
         return f"a head_dim of {head_dim} is too large for a GPU's shared memory"
     if dtype == "int4":
         return "it does not read int4, which packs two values into a byte"
+    if dtype == "float8_e4m3fn" and not is_nvidia(capability, (8, 9)):
+        return f"it reads fp8 on GPUs of compute capability 8.9 or newer, not {capability}"
     if head_dim < MIN_ROWS or head_dim & (head_dim - 1):
         return f"a head_dim of {head_dim} is not a power of two of at least {MIN_ROWS}"
     if block_size % MIN_ROWS:
