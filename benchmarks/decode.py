@@ -7,12 +7,12 @@ random weights.
 A case is a shape and a batch size, in bfloat16: greedy completions of `batch` prompts of the same
 length by `generate` of either library. The time is that of `new` tokens less that of one, so it
 excludes prefill; the best of three runs. Each library runs in its own process. A case `8b:1:int8`
-is maxtext with int8 weights, and its ratio is to maxtext in bfloat16. A case may name a model
-instead of a shape, as `qwen3-30b-a3b:32`: its ratio is to the rate at which the device could read
-the weights, keys, values and states of a step (--bandwidth, in TB/s). --offline N generates for N
-requests of mixed lengths (prompts of 64 to 1024 tokens, completions of 64 to 512) by continuous
-batching and divides the new tokens by the whole time, after one run that compiles. Prints one JSON
-line.
+is maxtext with int8 weights, or in fp8 or int4, and its ratio is to maxtext in bfloat16;
+`8b:1:fp8:fp8kv` also has a cache in fp8. A case may name a model instead of a shape, as
+`qwen3-30b-a3b:32`: its ratio is to the rate at which the device could read the weights, keys,
+values and states of a step (--bandwidth, in TB/s). --offline N generates for N requests of mixed
+lengths (prompts of 64 to 1024 tokens, completions of 64 to 512) by continuous batching and divides
+the new tokens by the whole time, after one run that compiles. Prints one JSON line.
 """
 
 import argparse
@@ -124,8 +124,16 @@ def load(shape, quantization=None, **keys):
     return LLM.load("default", **settings)
 
 
-def run_maxtext(shape, batch, length, new, quantization=None):
-    llm = load(shape, quantization)
+def run_maxtext(shape, batch, length, new, *formats):
+    """`formats`: of weights, such as int8, and of the cache, such as int8kv."""
+    keys = {}
+    for name in formats:
+        if name.endswith("kv"):
+            kv_dtype = name.removesuffix("kv")
+            keys |= {"quantize_kvcache": True, "kv_quant_dtype": kv_dtype, "kv_quant_axis": "dkv"}
+        else:
+            keys["quantization"] = name
+    llm = load(shape, **keys)
     ids = prompts(shape, batch, length)
 
     def generate(count):
