@@ -18,6 +18,7 @@ from maxtext.layers.inputs import LayerInputs
 from maxtext.layers.parameters import Initializer, Template
 from maxtext.layers.quantized import abstract_quantized, quantize_weights
 from maxtext.layers.specs import MoeSpec, RouterSpec
+from maxtext.layers.weight_layout import supports_gemv
 from maxtext.models.configuration import load
 from maxtext.models.transformer import make_template
 
@@ -155,6 +156,23 @@ def test_which_devices_quantize_activations(options, reason):
     )
     actual = context.eight_bit_unsupported_reason()
     assert actual is None if reason is None else reason in actual
+
+
+@pytest.mark.parametrize(
+    ("name", "capability", "in_shape", "supported"),
+    [
+        ("int4", "9.0", (32, 128), True),
+        ("int4", "9.0", (16, 64), True),  # a group has two heads
+        ("int4", "9.0", (32, 96), False),  # a group is one head of 96
+        ("int8", "9.0", (32, 96), True),
+        ("fp8", "9.0", (32, 96), True),
+        ("fp8", "8.0", (32, 96), False),
+        ("nf4", "9.0", (4096,), False),
+    ],
+)
+def test_which_weights_gemv_kernels_take(name, capability, in_shape, supported):
+    context = BuildContext(quantized_weights=name, platform="gpu", capability=capability)
+    assert supports_gemv(in_shape, [64, 4096], "bfloat16", context) == supported
 
 
 def test_a_scale_is_split_like_the_outputs():

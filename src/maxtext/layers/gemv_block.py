@@ -17,7 +17,7 @@ from maxtext.layers.mlp import ACTIVATIONS
 from maxtext.layers.norms import Norm
 from maxtext.layers.rope import rope_cos_sin
 from maxtext.layers.specs import AttentionSpec, LayerSpec, MlpSpec
-from maxtext.layers.weight_layout import packing_unsupported_reason
+from maxtext.layers.weight_layout import packing_unsupported_reason, supports_gemv
 
 GATES = ("silu", "swish", "gelu", "relu")  # supported by the compiler of the kernels
 
@@ -95,12 +95,12 @@ def attention_unsupported_reason(spec: LayerSpec, context: BuildContext) -> str 
         return "fuses attention without gates only"
     if not spec.attention_norm:
         return "fuses a norm before attention"
-    inputs, dim = attention.query_heads * attention.head_dim, attention.output_dim
+    inputs, dim = (attention.query_heads, attention.head_dim), attention.output_dim
     outputs = [math.prod(shape) for shape in attention.projections.values()]
     return (
         attention.split_qkv_unsupported_reason
         or fusion_unsupported_reason(spec, context)
-        or matmul_unsupported_reason(spec.embed_dim, outputs, context)
+        or matmul_unsupported_reason((spec.embed_dim,), outputs, context)
         or matmul_unsupported_reason(inputs, [dim or spec.embed_dim], context)
     )
 
@@ -115,8 +115,8 @@ def mlp_unsupported_reason(spec: LayerSpec, context: BuildContext) -> str | None
         return "fuses a norm before the MLP"
     return (
         fusion_unsupported_reason(spec, context)
-        or matmul_unsupported_reason(spec.embed_dim, [mlp.hidden_dim] * 2, context)
-        or matmul_unsupported_reason(mlp.hidden_dim, [spec.embed_dim], context)
+        or matmul_unsupported_reason((spec.embed_dim,), [mlp.hidden_dim] * 2, context)
+        or matmul_unsupported_reason((mlp.hidden_dim,), [spec.embed_dim], context)
     )
 
 
@@ -135,11 +135,13 @@ def fusion_unsupported_reason(spec: LayerSpec, context: BuildContext) -> str | N
     return packing_unsupported_reason(context)
 
 
-def matmul_unsupported_reason(inputs: int, outputs: list[int], context: BuildContext) -> str | None:
-    weight_format, capability = context.quantized_weights, context.capability
-    if all(gemv.supports(inputs, size, "bfloat16", weight_format, capability) for size in outputs):
+def matmul_unsupported_reason(
+    in_shape: tuple[int, ...], outputs: list[int], context: BuildContext
+) -> str | None:
+    if supports_gemv(in_shape, outputs, "bfloat16", context):
         return None
-    return f"the GEMV kernel does not take {inputs} x {outputs}"
+    weights = f"{context.quantized_weights or 'bfloat16'} weights"
+    return f"the GEMV kernel does not take {weights} of {math.prod(in_shape)} x {outputs}"
 
 
 def normed_input(norm: Norm, x: jax.Array) -> NormedInput:

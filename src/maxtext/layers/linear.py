@@ -171,7 +171,7 @@ class QuantizedMatmulLinear(Linear):
 
 class TransposedLinear(Linear):
     """Stores the weight as [N, K]: decode steps of few rows are memory-bound and read each output's
-    inputs contiguously (GEMV), and 8-bit products of many rows need them so, too.
+    inputs contiguously (GEMV), as 8-bit matmuls of many rows do.
     """
 
     name = "transposed"

@@ -23,7 +23,15 @@ from jax.typing import DTypeLike
 from maxtext.common.trees import flatten_dict, unflatten_dict
 from maxtext.common.types import Tree
 from maxtext.kernels.decode import gemv
-from maxtext.kernels.weight_only import INT4, PACKED_OFFSET, STORAGE, QuantizedWeight
+from maxtext.kernels.decode.gemv_products import GROUP
+from maxtext.kernels.weight_only import (
+    INT4,
+    MAX_GROUP,
+    PACKED_OFFSET,
+    STORAGE,
+    QuantizedWeight,
+    groups_per_dim,
+)
 from maxtext.kernels.weight_only import pack as pack_codes
 from maxtext.kernels.weight_only import unpack as unpack_codes
 from maxtext.layers.context import BuildContext
@@ -62,13 +70,25 @@ class WeightLayout:
 
     def use_gemv(self, weight_dtype: DTypeLike, dtype: DTypeLike, context: BuildContext) -> bool:
         """Whether the GEMV kernel takes each projection."""
-        depth, weight_format = math.prod(self.in_shape), context.quantized_weights
-        supported = all(
-            gemv.supports(depth, math.prod(shape), dtype, weight_format, context.capability)
-            for shape in self.out_shapes
-        )
-        is_multiplied = bool(weight_format) or jnp.dtype(weight_dtype) == jnp.dtype(dtype)
-        return self.transposed and supported and is_multiplied
+        is_multiplied = context.quantized_weights or jnp.dtype(weight_dtype) == jnp.dtype(dtype)
+        outputs = list(map(math.prod, self.out_shapes))
+        supported = supports_gemv(self.in_shape, outputs, dtype, context)
+        return bool(self.transposed and supported and is_multiplied)
+
+
+def supports_gemv(
+    in_shape: Sequence[int], outputs: Sequence[int], dtype: DTypeLike, context: BuildContext
+) -> bool:
+    """Whether the GEMV kernels take weights of these inputs and numbers of outputs. They read int4
+    in groups of 128 inputs, and the groups of some shapes are smaller."""
+    depth, weight_format = math.prod(in_shape), context.quantized_weights
+    if weight_format == INT4:
+        groups = groups_per_dim(in_shape, range(len(in_shape)), MAX_GROUP[INT4])
+        if math.prod(groups) * GROUP != depth:
+            return False
+    return all(
+        gemv.supports(depth, size, dtype, weight_format, context.capability) for size in outputs
+    )
 
 
 def is_transposed(context: BuildContext) -> bool:
