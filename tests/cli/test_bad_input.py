@@ -30,6 +30,42 @@ CASES = {
         ["expansion_factor_real_data=1.5"],
         ["expansion_factor_real_data=1.5 does not divide"],
     ),
+    "no drafted tokens": (
+        ["speculative_method=ngram", "num_speculative_tokens=0"],
+        ["num_speculative_tokens=0 is out of range: it must be between 1 and 32"],
+    ),
+    "drafts without a method": (
+        ["num_speculative_tokens=3"],
+        ["num_speculative_tokens=3", "it needs speculative_method"],
+    ),
+    "a draft model that nothing asks": (
+        ["speculative_method=ngram", "speculative_model_path=draft"],
+        ["speculative_model_path=draft", "it needs speculative_method=draft"],
+    ),
+    "drafts without their model": (
+        ["speculative_method=draft"],
+        ["speculative_method=draft needs a model that drafts: set speculative_model_path"],
+    ),
+    "drafts by the layers of MTP": (
+        ["speculative_method=mtp"],
+        ["speculative_method=mtp is not implemented: use ngram or draft"],
+    ),
+    "drafts by EAGLE": (
+        ["speculative_method=eagle3"],
+        ["speculative_method=eagle3 is not implemented: use ngram or draft"],
+    ),
+    "an unknown proposer": (
+        ["speculative_method=medusa"],
+        ["speculative_method='medusa' is not known", "ngram, draft"],
+    ),
+    "n-grams in the wrong order": (
+        ["speculative_method=ngram", "prompt_lookup_min=5"],
+        ["prompt_lookup_min=5 must not be above prompt_lookup_max=4"],
+    ),
+    "drafts for rollouts": (
+        [*GRPO, "speculative_method=ngram"],
+        ["speculative_method=ngram is for serving"],
+    ),
     "less than no bad records": (["max_bad_records=-2"], ["max_bad_records"]),
     "a group of one": ([*GRPO, "num_generations=1"], ["set at least 2"]),
     "a way to sample that is not there": (

@@ -56,6 +56,14 @@ ADDED_KEYS = {
         "dataset_processor_path",
         "data_template_path",
     ],
+    "Speculation": [
+        "speculative_method",
+        "num_speculative_tokens",
+        "prompt_lookup_max",
+        "prompt_lookup_min",
+        "speculative_model_path",
+        "speculative_disable_by_batch_size",
+    ],
     "RunControl": [
         "save_checkpoint_on_start",
         "max_inflight_computations",

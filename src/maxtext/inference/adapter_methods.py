@@ -19,6 +19,7 @@ from maxtext.common.errors import ConfigError, UserError
 from maxtext.common.files import local_path
 from maxtext.common.types import Tree
 from maxtext.configs.types import MaxTextConfig
+from maxtext.inference.engine.drafting import Proposer
 from maxtext.inference.engine.engine import InferenceEngine
 from maxtext.inference.engine.model import InferenceModel
 from maxtext.inference.loading import merge_model
@@ -37,6 +38,7 @@ class AdapterMethods:
     rules: AxisRules
     context: BuildContext  # without adapters
     adapters: AdapterSlots
+    proposer: Proposer | None
     model: InferenceModel
     param_infos: dict[str, ParamInfo]
     disk_dtypes: dict[str, np.dtype]
@@ -58,7 +60,9 @@ class AdapterMethods:
         if self.adapters.loaded:
             slots = self.adapters
             context = replace(context, adapters=slots.spec)
-        return InferenceModel(self.config, self.rules, context, self.template, weights, slots)
+        return InferenceModel(
+            self.config, self.rules, context, self.template, weights, slots, self.proposer
+        )
 
     def load_adapter(self, folder: str | os.PathLike, name: str | None = None) -> None:
         """Load one more PEFT folder, by default under the name of the folder. Programs are compiled

@@ -14,7 +14,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import TypeVar
 
 from maxtext.common.errors import UserError
@@ -24,7 +23,7 @@ from maxtext.inference.engine.program_cache import Compilation
 from maxtext.inference.engine.sequence import Sequence
 from maxtext.inference.errors import EngineError
 from maxtext.inference.llm import LLM
-from maxtext.inference.requests import GenerationRequest
+from maxtext.inference.requests import EngineStats, GenerationRequest
 from maxtext.inference.text.session import EngineSession, PreparedRequest
 from maxtext.inference.text.streams import (
     END,
@@ -47,23 +46,6 @@ MAX_GATHER_SECONDS = 0.15
 GATHER_POLL_SECONDS = 0.002
 STREAM = TypeVar("STREAM", bound=BaseStream)
 Event = tuple[BaseStream, StreamItem]
-
-
-@dataclass(frozen=True)
-class EngineStats:
-    """The state of the engine after its last step. Counters are since the start."""
-
-    num_running: int = 0
-    num_waiting: int = 0
-    num_blocks: int = 0
-    num_blocks_in_use: int = 0
-    num_blocks_cached: int = 0
-    num_preemptions: int = 0
-    prefix_cache_queries: int = 0  # in tokens
-    prefix_cache_hits: int = 0
-    generation_tokens: int = 0
-    running_adapters: tuple[str, ...] = ()  # that running sequences use
-    waiting_adapters: tuple[str, ...] = ()
 
 
 class AsyncEngine:
@@ -467,6 +449,9 @@ class AsyncEngine:
             prefix_cache_queries=cache.hits + cache.misses,
             prefix_cache_hits=cache.hits,
             generation_tokens=self.generation_tokens + self.session.num_generated,
+            num_drafts=self.engine.drafts.num_drafts,
+            num_draft_tokens=self.engine.drafts.num_drafted,
+            num_accepted_tokens=self.engine.drafts.num_accepted,
             running_adapters=self.adapter_names(scheduler.running),
             waiting_adapters=self.adapter_names(scheduler.waiting),
         )

@@ -33,6 +33,8 @@ from maxtext.configs.sources import from_python
 from maxtext.configs.startup import configure_process
 from maxtext.configs.types import MaxTextConfig
 from maxtext.inference.adapter_methods import AdapterMethods
+from maxtext.inference.drafts import load_drafts
+from maxtext.inference.engine.drafting import Proposer
 from maxtext.inference.engine.engine import InferenceEngine
 from maxtext.inference.engine.memory import Capacity
 from maxtext.inference.engine.programs import Programs
@@ -45,6 +47,7 @@ from maxtext.inference.loading import (
     load_weights,
     random_weights,
     read_adapters,
+    refuse_dropped_tokens,
     resolve_config,
 )
 from maxtext.inference.requests import Completion, CompletionDelta, GenerationRequest
@@ -86,10 +89,11 @@ class LLM(AdapterMethods):
         checkpoint: Checkpoint | None = None,
         context: BuildContext | None = None,
         adapters: Mapping[str, Adapter] | None = None,
+        proposer: Proposer | None = None,
     ):
         """`template` and `weights` have the layout of checkpoints; the LLM owns the weights from
-        now on. `context` overrides the context of the mesh. `adapters` maps names to adapters.
-        Raises UserError for a reward model."""
+        now on. `context` overrides the context of the mesh. `adapters` maps names to adapters, and
+        `proposer` drafts tokens. Raises UserError for a reward model."""
         if config.num_labels:
             raise UserError(
                 f"{config.load_parameters_path or 'this'} is a reward model, which scores texts "
@@ -103,6 +107,7 @@ class LLM(AdapterMethods):
         self.adapters = AdapterSlots(config.max_adapters, config.dtype.value)
         for name, adapter in (adapters or {}).items():
             self.adapters.add(name, adapter)
+        self.proposer = proposer
         self.model = self.build_model(weights)
         self.param_infos = model_param_infos(template, config)
         self.disk_dtypes: dict[str, np.dtype] = {}  # of the weights in the checkpoint
@@ -166,14 +171,16 @@ class LLM(AdapterMethods):
         configure_process(config)
         template = make_template(config)
         rules = AxisRules.from_config(config, make_mesh(config))
-        refuse_absent_kernels(config, context or inference_context(config, rules))
+        build = context or inference_context(config, rules)
+        refuse_absent_kernels(config, build)
         loaded = read_adapters(config, adapters)  # an error comes before the weights are loaded
+        proposer = load_drafts(config, build, rules, checkpoint)
         if checkpoint is None:
             weights = random_weights(config, template, rules)
-            llm = cls(config, template, weights, context=context, adapters=loaded)
+            llm = cls(config, template, weights, None, context, loaded, proposer)
         else:
             weights, dtypes = load_weights(config, template, rules, checkpoint, progress)
-            llm = cls(config, template, weights, checkpoint, context, loaded)
+            llm = cls(config, template, weights, checkpoint, context, loaded, proposer)
             llm.disk_dtypes = dtypes
         if config.save_quantized_params_path:
             llm.save(config.save_quantized_params_path)
@@ -389,12 +396,7 @@ class LLM(AdapterMethods):
         While it is leased, a second caller gets another engine, which keeps the layout of the
         weights. Raises ConfigError if its caches do not fit in memory."""
         capacity = Capacity(slots, length, fits_slots and slots > 1, memory_fraction)
-        if self.config.capacity_factor > 0:
-            raise ConfigError(
-                f"capacity_factor={self.config.capacity_factor:g} lets experts drop tokens, so that"
-                " a completion would depend on the other requests of its batch: leave it out, or"
-                " set -1"
-            )
+        refuse_dropped_tokens(self.config)
         if self.engine is not None:
             is_usable = not self.engine.leased and not self.engine.failed
             if self.engine.capacity == capacity and is_usable:

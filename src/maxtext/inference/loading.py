@@ -101,6 +101,14 @@ def has_bfloat16_weights(checkpoint: Checkpoint, config: MaxTextConfig) -> bool:
     return is_bfloat16(checkpoint.weights(config, param_infos), param_infos)
 
 
+def refuse_dropped_tokens(config: MaxTextConfig) -> None:
+    if config.capacity_factor > 0:
+        raise ConfigError(
+            f"capacity_factor={config.capacity_factor:g} lets experts drop tokens, so that a "
+            "completion would depend on the other requests of its batch: leave it out, or set -1"
+        )
+
+
 def inference_context(config: MaxTextConfig, rules: AxisRules) -> BuildContext:
     quantized = quantized_weight_dtype(config)
     return build_context(config, rules, mode=INFERENCE, quantized_weights=quantized or "")

@@ -82,3 +82,23 @@ class CompletionDelta:
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()  # with the first delta
     completion: Completion | None = None
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """The state of the engine after its last step. Counters are since the start."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_blocks: int = 0
+    num_blocks_in_use: int = 0
+    num_blocks_cached: int = 0
+    num_preemptions: int = 0
+    prefix_cache_queries: int = 0  # in tokens
+    prefix_cache_hits: int = 0
+    generation_tokens: int = 0
+    num_drafts: int = 0  # steps of a sequence with drafted tokens
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0  # of the drafted ones
+    running_adapters: tuple[str, ...] = ()  # that running sequences use
+    waiting_adapters: tuple[str, ...] = ()

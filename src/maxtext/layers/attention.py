@@ -75,8 +75,8 @@ def paged_kernel_unsupported_reason(spec: AttentionSpec, cache_config: CacheConf
     mask, block_size = spec.mask, cache_config.tokens_per_block
     num_tokens = cache_config.total_blocks * block_size
     if (size := ring_size(mask, cache_config.length)) is not None:
-        if mask.window and mask.chunk:
-            return "it has no mask of both a window and a chunk"
+        if (mask.window and mask.chunk) or cache_config.num_drafts:
+            return "it reads all of a ring buffer, which may have more tokens than are visible"
         block_size, num_tokens = size, cache_config.slots * size
     dtype = jnp.dtype(cache_config.quantized or cache_config.dtype)
     num_bytes = num_tokens * spec.kv_heads * spec.head_dim

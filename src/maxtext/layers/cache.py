@@ -9,7 +9,8 @@ values of the new tokens, attends to the view that it gets back, and reports the
   order, so the token at position p is in block_table[p // block_size] at offset p % block_size. In
   rows that hold several sequences (segments), row s - 1 of the table is that of segment s.
 - `SlidingWindowKVCache`, for windows and chunks: name -> [B, W, ...], a ring buffer. The token at
-  position p is at p mod W, and `position` [B, W] says which position an entry has.
+  position p is at p mod W, and `position` [B, W] says which position an entry has. If tokens may be
+  rejected, W is the window and their number, so that they replace no token that is still visible.
 - `RecurrentState`, of a fixed size: name -> [B, ...], updated by the sublayer itself.
 
 Quantized caches also have an array name + "_scale" for each name. Shapes: B batch, S new tokens,
@@ -47,6 +48,7 @@ class CacheConfig:
     num_blocks: int | None = None  # of all slots together; None: enough for each
     quantized: DTypeLike | None = None  # int8, int4 or e4m3, with a scale for each token
     scale_by_head: bool = False  # a scale for each head of each token
+    num_drafts: int = 0  # newest tokens that may be rejected, so that others replace them
     context: BuildContext = REFERENCE
 
     @property
@@ -224,7 +226,9 @@ class SlidingWindowKVCache:
         if positions.shape[1] == 1:
             return KVView(load_all(cache.arrays, new), cache.position), cache
         both = {n: jnp.concatenate([self.arrays[n], stored[n]], axis=1) for n in stored}
-        view_positions = jnp.concatenate([self.position, positions], axis=1)
+        # Tokens that the new ones replace were rejected.
+        earlier = jnp.where(self.position < positions[:, :1], self.position, -1)
+        view_positions = jnp.concatenate([earlier, positions], axis=1)
         return KVView(load_all(both, new), view_positions), cache
 
 
@@ -258,6 +262,7 @@ def empty_kv_cache(
     A ring buffer if a query never attends to all `cache_config.length` tokens, else blocks."""
     size = ring_size(mask, cache_config.length)
     if size is not None:
+        size += cache_config.num_drafts
         return SlidingWindowKVCache.empty(cache_config, shapes, size, in_place)
     return PagedKVCache.empty(cache_config, shapes, in_place)
 

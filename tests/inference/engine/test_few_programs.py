@@ -3,11 +3,14 @@ static length, and there are few programs. The tokens are the same as with gathe
 dynamic loops.
 """
 
+from dataclasses import replace
+
 import jax
 import numpy as np
 import pytest
 
 from maxtext.inference.engine.batches import STATIC_DECODE_STEPS
+from maxtext.inference.engine.drafting import DraftModelProposer
 from maxtext.inference.engine.engine import MIN_GPU_SLOTS, InferenceEngine
 from maxtext.inference.requests import GenerationRequest
 from maxtext.inference.sampling.params import SamplingParams
@@ -54,6 +57,26 @@ def test_as_on_a_gpu(monkeypatch, overrides):
     assert engine.generate(requests) == expected
     assert engine.programs.decode._cache_size() <= len(STATIC_DECODE_STEPS)
     assert InferenceEngine(engine.programs, weights, 1, LENGTH).cache_config.slots == MIN_GPU_SLOTS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("overrides", [[], PAGED], ids=["contiguous", "few blocks"])
+def test_drafts_as_on_a_gpu(monkeypatch, overrides):
+    """The kernel reads the caches of the draft model, and drafts are verified without it."""
+    config = configuration(*WORDS, *overrides)
+    weights = jax.jit(lambda: initial_weights(config))()
+    random = np.random.default_rng(3)
+    requests = [random_request(random, greedy=1.0) for _ in range(8)]
+    programs = programs_of(config)
+    expected = InferenceEngine(programs, weights, 3, LENGTH).generate(requests)
+    interpret_kernel(monkeypatch)
+    programs = programs_of(config, GPU)
+    proposer = DraftModelProposer(3, model_runner=programs.target_runner, model_weights=weights)
+    programs = replace(programs, proposer=proposer)
+    engine = InferenceEngine(programs, weights, 3, LENGTH)
+    assert engine.executor.reads_in_place
+    assert engine.generate(requests) == expected
+    assert engine.drafts.num_accepted > 0
 
 
 @pytest.mark.slow

@@ -408,7 +408,7 @@ def test_groups_of_equal_length_start_together_later(models, monkeypatch, counts
     those that wait start with the next two, if all of them will end together."""
     weights, expected = models("causal")
     engine = InferenceEngine(compiled("causal"), weights, 4, LENGTH, timed=False)
-    engine.max_steps = 4
+    engine.max_tokens = 4
     batches = []
 
     def run(executor, program, batch, run=Executor.run):

@@ -8,6 +8,7 @@ from maxtext.configs.rules.rule import derived_rule, inert_unless, rule
 from maxtext.configs.sources import is_preset
 from maxtext.configs.types import MaxTextConfig, Settings
 from maxtext.configs.types.enums import DatasetType
+from maxtext.configs.types.key import samples_completions
 
 
 @rule("compile_topology_num_slices")
@@ -93,6 +94,29 @@ def learned_positions_cover_the_sequence(settings: Settings) -> str | None:
             f"max_target_length={settings.max_target_length}: the last tokens would have no "
             "position embedding"
         )
+    return None
+
+
+@rule("speculative_method")
+def drafts_have_a_source(settings: Settings) -> str | None:
+    method, path = settings.speculative_method, settings.speculative_model_path
+    if method in ("mtp", "eagle3"):
+        return f"speculative_method={method} is not implemented: use ngram or draft"
+    if method == "draft" and not path:
+        return "speculative_method=draft needs a model that drafts: set speculative_model_path"
+    if method and (settings.use_grpo or samples_completions(settings)):
+        return (
+            f"speculative_method={method} is for serving: completions for training are sampled in "
+            "batches that are too large for it, so leave it out"
+        )
+    return None
+
+
+@rule("prompt_lookup_min")
+def lookup_lengths_are_ordered(settings: Settings) -> str | None:
+    low, high = settings.prompt_lookup_min, settings.prompt_lookup_max
+    if low > high:
+        return f"prompt_lookup_min={low} must not be above prompt_lookup_max={high}"
     return None
 
 

@@ -88,6 +88,7 @@ class Settings(
     InferenceBenchmark,
     EngineMemory,
     PrefixCaching,
+    Speculation,
     AOT,
     MemoryCheck,
     DevelopmentAndDebugging,

@@ -2,7 +2,14 @@
 
 from maxtext.configs.types import inert
 from maxtext.configs.types.enums import SamplingStrategy
-from maxtext.configs.types.key import INT64_MAX, OTHER_THAN_ROLLOUTS, Group, key
+from maxtext.configs.types.key import (
+    DRAFT_MODEL,
+    INT64_MAX,
+    NGRAM_DRAFTS,
+    OTHER_THAN_ROLLOUTS,
+    Group,
+    key,
+)
 
 
 class InferenceGeneral(Group):
@@ -223,4 +230,38 @@ class PrefixCaching(Group):
         low=0,
         limit=INT64_MAX,
         needs="enable_prefix_caching",
+    )
+
+
+class Speculation(Group):
+    """Speculative decoding when a model generates text, with the keys of vLLM's
+    --speculative-config. It changes no token."""
+
+    speculative_method: str = key(
+        "",
+        "Draft the next tokens and verify them in one step: ngram looks them up among the earlier"
+        " tokens of the sequence, draft asks a smaller model; empty = one token a step",
+        choices=("", "ngram", "draft", "mtp", "eagle3"),
+    )
+    num_speculative_tokens: int = key(
+        4, "Tokens that a step drafts for each sequence", low=1, high=32, needs="speculative_method"
+    )
+    prompt_lookup_max: int = key(
+        4, "Longest n-gram that speculative_method=ngram looks up", low=1, needs=NGRAM_DRAFTS
+    )
+    prompt_lookup_min: int = key(
+        2, "Shortest n-gram that speculative_method=ngram looks up", low=1, needs=NGRAM_DRAFTS
+    )
+    speculative_model_path: str = key(
+        "",
+        "Folder, or org/name of the Hugging Face Hub, of the model that drafts for "
+        "speculative_method=draft",
+        is_path=True,
+        needs=DRAFT_MODEL,
+    )
+    speculative_disable_by_batch_size: int = key(
+        32,
+        "Most sequences of a decode step that drafts; with more, one token a step is faster",
+        low=1,
+        needs="speculative_method",
     )

@@ -212,6 +212,8 @@ NO_PREFERENCES = Need(
     lambda s: not (s.use_dpo or s.num_labels),
     "a loss of next tokens: losses of use_dpo compare completions, as do those of num_labels",
 )
+NGRAM_DRAFTS = Need(lambda s: s.speculative_method == "ngram", "speculative_method=ngram")
+DRAFT_MODEL = Need(lambda s: s.speculative_method == "draft", "speculative_method=draft")
 ORPO = Need(lambda s: s.dpo_loss_type == "orpo", "dpo_loss_type=orpo")
 SIMPO = Need(lambda s: s.dpo_loss_type == "simpo", "dpo_loss_type=simpo")
 ADAPTERS = Need(lambda s: s.lora_rank or s.lora_restore_path, "lora_rank or lora_restore_path")

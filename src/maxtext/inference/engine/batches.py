@@ -1,18 +1,19 @@
 """The engine's batches, its state on the device, and sampling inside a program.
 
 `BatchBuilder` builds `PrefillBatch`, `ForkBatch` and `DecodeBatch` on the host, as arrays that the
-programs read. `GrammarBatch` is the part of a batch for rows that a grammar constrains.
+programs read.
 
 `EngineState` is what the device holds between programs. `sample_next` samples the next token of
 each row inside a program, and the host reads the result as `Sampled`.
 
 Shapes: N slots, R rows of a batch (B if they may also be all slots), C tokens of a row, P blocks of
-a block table, T decode steps, V vocabulary, W = ceil(V / 32) words of a mask.
+a block table, T decode steps, K drafted tokens, L tokens of the longest sequence, V vocabulary,
+W = ceil(V / 32) words of a mask.
 """
 
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +21,8 @@ import numpy as np
 
 from maxtext.common.trees import Array
 from maxtext.inference.engine import sequence, shapes
-from maxtext.inference.sampling.bad_words import fill_token_masks
-from maxtext.inference.sampling.grammar import ALL_TOKENS, mask_logits
+from maxtext.inference.engine.grammar_batch import GrammarBatch, grammar_batch
+from maxtext.inference.sampling.grammar import mask_logits
 from maxtext.inference.sampling.logprobs import NONE, Logprobs, compute_logprobs, program_count
 from maxtext.inference.sampling.params import SamplingMode, SamplingParams
 from maxtext.inference.sampling.sampler import (
@@ -37,47 +38,11 @@ from maxtext.models.transformer import Caches
 
 MAX_DECODE_STEPS = 16  # tokens of a slot in one decode program
 STATIC_DECODE_STEPS = (4, MAX_DECODE_STEPS)  # where the number of steps is static
-# In place of the index of a block, of a position, and of a sampled token
+# In place of the index of a block, and of a sampled token
 NO_BLOCK = 2**31 - 1  # out of bounds in every pool, so that a write to it is dropped
-INACTIVE = -1  # the slot has nothing to decode
-NO_TOKEN = -1  # the slot was inactive
+NO_TOKEN = -1  # the slot was inactive, or a draft was rejected
 NONFINITE_LOGITS = -2  # the logits were NaN or infinite
 STATIC = {"static": True}  # part of the compiled program, not an array
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class GrammarBatch:
-    """The masks of the rows whose tokens a grammar or bad words constrain.
-
-    A constrained row samples its first token of a program from the tokens of its mask. If it is
-    speculative, it samples further tokens as if it were free, and the host keeps those that the
-    grammar allows: by the Gumbel-max trick with a key for each position, the masked sample is the
-    free one wherever that is allowed, so the tokens are the same as with a mask for every token.
-    After a program a constrained row is inactive, and the next program that has it resumes it from
-    the host's tokens.
-    """
-
-    mask: Array  # [B, W] uint32, the tokens that may come first; all of them in other rows
-    constrained: Array  # [B] bool
-    speculative: Array  # [B] bool
-    token_ids: Array  # [B] int32, the newest token of a constrained row
-    positions: Array  # [B] int32, of that token
-
-    def resume(self, token_ids: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Token ids and positions [B] of the slots, with those of constrained rows."""
-        return (
-            jnp.where(self.constrained, self.token_ids, token_ids),
-            jnp.where(self.constrained, self.positions, positions),
-        )
-
-    def pause(self, positions: jax.Array) -> jax.Array:
-        """Positions [B] after a step: rows that are not speculative have no further one."""
-        return jnp.where(self.constrained & ~self.speculative, INACTIVE, positions)
-
-    def release(self, positions: jax.Array) -> jax.Array:
-        """Positions [B] after a program: constrained rows are inactive."""
-        return jnp.where(self.constrained, INACTIVE, positions)
 
 
 @jax.tree_util.register_dataclass
@@ -100,6 +65,7 @@ class PrefillBatch:
     targets: Array | None = (
         None  # like token_ids: the token after each, if a request wants its prompt's
     )
+    history: Array | None = None  # [R, L], all tokens of a complete prompt, if the engine drafts
     num_prompt_logprobs: int = field(default=NONE, metadata=STATIC)
     from_start: bool = field(default=False, metadata=STATIC)  # no row has earlier tokens
     kv_len: int = field(default=0, metadata=STATIC)  # KV cache positions to read; 0: all
@@ -137,6 +103,7 @@ class ForkBatch:
     own_blocks: Array  # [N], that of each sequence, or the same; NO_BLOCK is padding
     params: BatchedSamplingParams
     adapter_ids: Array | None = None  # [N]; None: the model has no adapters
+    history: Array | None = None  # [N, L], as in `PrefillBatch`
     mode: SamplingMode = field(default=SamplingMode.GREEDY, metadata=STATIC)
     num_logprobs: int = field(default=NONE, metadata=STATIC)  # most likely tokens to return
 
@@ -151,9 +118,13 @@ class DecodeBatch:
     num_steps: Array | np.int32  # int32
     # [R], the slots to extend; N is padding, and no other slot occurs twice. None: all slots.
     slots: Array | None = None
+    # [N] bool, slots to leave as they are, if the engine drafts: whether their sequence goes on is
+    # not known while drafts are in flight. None: all other slots are inactive, or not in `slots`.
+    paused_mask: Array | None = None
     prefix_groups: PrefixGroups | None = None  # rows that share blocks, which are read once
     grammar: GrammarBatch | None = None
     static_steps: int = field(default=0, metadata=STATIC)  # instead of num_steps; 0: num_steps
+    num_drafts: int = field(default=0, metadata=STATIC)  # K, tokens that a step drafts for a row
     contiguous: bool = field(default=False, metadata=STATIC)  # slot n has block n only
     kv_len: int = field(default=0, metadata=STATIC)  # KV cache positions to read; 0: all
     mode: SamplingMode = field(default=SamplingMode.GREEDY, metadata=STATIC)
@@ -164,7 +135,8 @@ class DecodeBatch:
     def description(self) -> str:
         """Of the program for it."""
         limit = f" of up to {self.kv_len} tokens" if self.kv_len else ""
-        return f"decode of {len(self.block_tables)} sequences{limit}"
+        drafts = f" with {self.num_drafts} drafted tokens" if self.num_drafts else ""
+        return f"decode of {len(self.block_tables)} sequences{limit}{drafts}"
 
 
 @dataclass(frozen=True)
@@ -184,6 +156,7 @@ class BatchBuilder:
     can_roll_back: bool = False  # the newest tokens of a sequence can be dropped from its caches
     groups_prefixes: bool = False  # decode reads blocks of several sequences once
     forks_prompts: bool = False  # sequences may start from the prefill of another
+    history_length: int = 0  # L, if the engine drafts tokens; else 0
 
     def prefill(
         self, chunks: Sequence[tuple[sequence.Sequence, int]], packed: bool
@@ -241,6 +214,7 @@ class BatchBuilder:
                 (params[index].logprobs for index in complete), self.vocab_size
             ),
             targets=self.targets(chunks, shape) if num_prompt_logprobs != NONE else None,
+            history=self.history(sequences, rows),
             num_prompt_logprobs=num_prompt_logprobs,
             has_processors=any(params[index].has_processors for index in complete),
             keeps_logits=self.forks_prompts,
@@ -271,9 +245,19 @@ class BatchBuilder:
             adapter_ids=column(seq.adapter_slot for seq in sequences)
             if self.has_adapters
             else None,
+            history=self.history(sequences, self.num_slots),
             mode=batch_mode(params),
             num_logprobs=program_count((each.logprobs for each in params), self.vocab_size),
         )
+
+    def history(self, sequences: Sequence[sequence.Sequence], rows: int) -> np.ndarray | None:
+        """[rows, L], the tokens of each sequence; None if no tokens are drafted from them."""
+        if not self.history_length:
+            return None
+        history = np.zeros((rows, self.history_length), np.int32)
+        for row, seq in zip(history, sequences, strict=False):
+            row[: len(seq.token_ids)] = seq.token_ids
+        return history
 
     def targets(
         self, chunks: Sequence[tuple[sequence.Sequence, int]], shape: tuple[int, int]
@@ -292,26 +276,35 @@ class BatchBuilder:
         sequences: Sequence[sequence.Sequence],
         num_steps: int,
         finished_slots: Iterable[int],
+        num_drafts: int = 0,
     ) -> tuple[DecodeBatch, list[int]]:
         """A batch for sequences that have their blocks, and the column of each in its output."""
         finished_mask = np.zeros(self.num_slots, bool)
         finished_mask[list(finished_slots)] = True
         rows = next(count for count in self.decode_rows if count >= len(sequences))
         columns = [seq.slot for seq in sequences]
-        slots = None
+        slots = paused_mask = None
+        if self.history_length and rows == self.num_slots:
+            paused_mask = np.ones(rows, bool)
+            paused_mask[columns] = False
         if rows < self.num_slots:
             slots = np.full(rows, self.num_slots, np.int32)
             slots[: len(sequences)] = columns
             columns = list(range(len(sequences)))
-        kv_len = 0 if self.reads_in_place else self.kv_len(seq.num_computed for seq in sequences)
+        # The kernel that reads blocks in place has one token a row.
+        kv_len = 0
+        if num_drafts or not self.reads_in_place:
+            kv_len = self.kv_len(seq.num_computed for seq in sequences)
         batch = DecodeBatch(
             block_tables=self.block_tables(sequences, rows, columns),
             finished_mask=finished_mask,
             num_steps=np.int32(num_steps),
             slots=slots,
-            prefix_groups=self.prefix_groups(sequences, rows, columns),
+            paused_mask=paused_mask,
+            prefix_groups=None if num_drafts else self.prefix_groups(sequences, rows, columns),
             grammar=grammar_batch(sequences, rows, columns, self.can_roll_back),
             static_steps=num_steps if self.few_programs else 0,
+            num_drafts=num_drafts,
             contiguous=self.contiguous,
             kv_len=kv_len,
             mode=batch_mode(seq.params for seq in sequences),
@@ -364,52 +357,16 @@ def chunk_offsets(
     return [(0, end - count) for end, (_, count) in zip(ends, chunks, strict=True)]
 
 
-def grammar_batch(
-    sequences: Sequence[sequence.Sequence],
-    rows: int,
-    indices: Iterable[int],
-    can_roll_back: bool,
-) -> GrammarBatch | None:
-    """The batch of `rows` rows in which each sequence has the row of its index; None if none is
-    constrained. `can_roll_back`: the caches allow for dropping the newest tokens.
-    """
-    rows_of = {
-        index: seq for index, seq in zip(indices, sequences, strict=True) if seq.grammar is not None
-    }
-    matchers = [seq.grammar for seq in rows_of.values() if seq.grammar is not None]
-    if not matchers:
-        return None
-    mask = np.full((rows, matchers[0].num_words), ALL_TOKENS, np.uint32)
-    fill_token_masks(matchers, list(rows_of), mask)
-    constrained, speculative = np.zeros(rows, bool), np.zeros(rows, bool)
-    token_ids, positions = np.zeros(rows, np.int32), np.full(rows, INACTIVE, np.int32)
-    for index, seq in rows_of.items():
-        constrained[index] = True
-        speculative[index] = can_roll_back and samples_alike(seq.params)
-        token_ids[index] = seq.token_ids[-1]
-        positions[index] = len(seq.token_ids) - 1
-    return GrammarBatch(
-        mask, constrained, speculative=speculative, token_ids=token_ids, positions=positions
-    )
-
-
-def samples_alike(params: SamplingParams) -> bool:
-    """Whether a free sample that the grammar allows is the sample under the mask. Truncation is
-    relative to the allowed tokens, and counts of tokens cannot be rolled back.
-    """
-    truncated = params.mode == SamplingMode.TRUNCATED or params.min_p > 0
-    return not truncated and not params.has_processors
-
-
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Sampled:
-    """The output of a program: of prefill [R], of decode [T, B]."""
+    """The output of a program: of prefill [R], of decode [T, B], with drafts [T * (K + 1), B]."""
 
     tokens: jax.Array
     logprobs: Logprobs | None = None  # of the tokens, if a request wants them
     prompt_logprobs: Logprobs | None = None  # [R, C], of the token after each of the prompts
     logits: jax.Array | None = None  # [R, V] of a prefill from which others fork; not for the host
+    num_drafted: jax.Array | None = None  # [T, B], tokens; NO_TOKEN where a slot was inactive
 
 
 @jax.tree_util.register_dataclass
@@ -422,6 +379,15 @@ class EngineState:
     positions: jax.Array  # [N], of that token; INACTIVE if there is nothing to decode
     params: BatchedSamplingParams
     adapter_ids: jax.Array  # [N], the adapter of each slot; 0: none
+    # [N, L], the tokens of each slot up to the newest, if the engine drafts tokens
+    history: jax.Array | None = None
+
+
+def record_tokens(history: jax.Array, positions: jax.Array, token_ids: jax.Array) -> jax.Array:
+    """History [B, L] with token_ids [B, C] at their positions [B, C]; INACTIVE is not written."""
+    columns = jnp.where(positions >= 0, positions, history.shape[1])
+    rows = jnp.arange(history.shape[0])[:, None]
+    return history.at[rows, columns].set(token_ids, mode="drop")
 
 
 def start_slots(
@@ -438,8 +404,16 @@ def start_slots(
     adapter_ids = state.adapter_ids
     if batch.adapter_ids is not None:
         adapter_ids = write(adapter_ids, batch.adapter_ids)
-    return EngineState(
-        state.caches, token_ids, positions=positions, params=params, adapter_ids=adapter_ids
+    history = state.history
+    if history is not None and batch.history is not None:
+        history = write(history, batch.history)
+    return replace(
+        state,
+        token_ids=token_ids,
+        positions=positions,
+        params=params,
+        adapter_ids=adapter_ids,
+        history=history,
     )
 
 

@@ -44,6 +44,7 @@ def make_cache_config(
         num_blocks=None if block_size is None else num_blocks,
         quantized=quantized,
         scale_by_head=config.kv_quant_axis.value == "dkv",
+        num_drafts=programs.num_drafts,
         context=programs.build,
     )
 

@@ -12,10 +12,12 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
 
 import jax
+import numpy as np
 
 from maxtext.adapters.serving import LoadedAdapter
 from maxtext.common.types import Tree
 from maxtext.inference.engine import shapes
+from maxtext.inference.engine.acceptance import DraftControl
 from maxtext.inference.engine.batches import (
     MAX_DECODE_STEPS,
     NO_TOKEN,
@@ -46,7 +48,7 @@ from maxtext.inference.sampling.bad_words import TokenMatcher
 from maxtext.inference.sampling.grammar import FAILURE
 from maxtext.inference.sampling.logprobs import Logprobs, TokenLogprobs, to_host
 from maxtext.inference.sampling.sampler import MAX_STOP_IDS
-from maxtext.inference.validation import RequestError
+from maxtext.inference.validation import RequestError, reject_reason
 
 MIN_GPU_SLOTS = 2  # the compiler's float matmuls are slower with a single row
 # A decode program has as many steps as fit, so that slow machines also stream. Between two of them,
@@ -62,10 +64,16 @@ class InFlightStep:
     columns: tuple[tuple[int, Sequence], ...]
     num_steps: int  # 0: prefill or fork
     dispatched_at: float
+    num_drafts: int = 0  # of a step
     num_prefilled: int = 0  # tokens of prompts
     # Chunks of prompts whose log-probabilities the program computes, with their index in its
     # output, their first position and their length.
     scored: tuple[tuple[Sequence, tuple[int, int], int, int], ...] = ()
+
+    @property
+    def max_tokens(self) -> int:
+        """That a decode program may add to a sequence."""
+        return self.num_steps * (self.num_drafts + 1)
 
 
 class InferenceEngine:
@@ -129,10 +137,12 @@ class InferenceEngine:
         self.max_length = self.max_sequence_length()
         self.in_flight: deque[InFlightStep] = deque()
         self.prefilled: dict[Hashable, PrefilledPrompt] = {}  # in this step
-        self.max_steps = MAX_DECODE_STEPS  # of a decode program, by the time that a step takes
+        # That a decode program adds to a sequence, by the time that it takes.
+        self.max_tokens = MAX_DECODE_STEPS
         # Tokens of short prompts between two decode programs, by the time that they take.
         self.max_interleaved_tokens = 0
         self.collected_at = 0.0
+        self.drafts = DraftControl(programs.num_drafts, config.speculative_disable_by_batch_size)
         # All processes must dispatch the same programs, so time may not decide.
         self.timed = timed and jax.process_count() == 1
         self.leased = False
@@ -164,31 +174,7 @@ class InferenceEngine:
 
     def reject_reason(self, request: GenerationRequest) -> RequestError | None:
         """Why a request of token ids cannot be served, or None if it can."""
-        prompt, count = request.prompt, request.params.max_new_tokens
-        vocab_size = self.programs.config.vocab_size
-        if not len(prompt):
-            return RequestError("the prompt is empty: there is nothing to continue", "prompt")
-        if count < (1 if request.params.prompt_logprobs is None else 0):
-            return RequestError(
-                f"max_new_tokens={count} must be a whole number of at least 1, or 0 with "
-                "prompt_logprobs",
-                "max_new_tokens",
-            )
-        low, high = int(min(prompt)), int(max(prompt))
-        if low < 0 or high >= vocab_size:
-            invalid = low if low < 0 else high
-            return RequestError(
-                f"token id {invalid} is outside the vocabulary, 0 to {vocab_size - 1}", "prompt"
-            )
-        if len(prompt) + count > self.max_length:
-            return RequestError(
-                f"a prompt of {len(prompt)} tokens and {count} new tokens exceed "
-                f"{self.max_length}, the maximum length of a sequence here: shorten the prompt, "
-                "lower max_new_tokens, or raise max_target_length (with a paged cache also "
-                "pagedattn_num_pages or pagedattn_max_pages_per_group)",
-                code="context_length_exceeded",
-            )
-        return None
+        return reject_reason(request, self.programs.config.vocab_size, self.max_length)
 
     def add_request(
         self,
@@ -354,11 +340,14 @@ class InferenceEngine:
         sequences = self.scheduler.decodable()
         if self.scheduler.should_collect_first(sequences):
             return outputs
-        num_steps = self.scheduler.decode_steps(sequences, self.max_steps)
+        num_drafts = self.drafts.next_drafts(len(sequences)) if sequences else 0
+        num_steps = self.scheduler.decode_steps(sequences, self.max_tokens)
+        num_steps = -(-num_steps // (num_drafts + 1))
         if sequences and self.executor.few_programs:
             num_steps = next(steps for steps in STATIC_DECODE_STEPS if steps >= num_steps)
+        max_tokens = num_steps * (num_drafts + 1)
         for sequence in sequences:
-            end = min(sequence.num_computed + num_steps, sequence.last_position)
+            end = min(sequence.num_computed + max_tokens, sequence.last_position)
             while sequence in self.scheduler.running and not self.scheduler.grow(sequence, end):
                 if self.in_flight:
                     outputs += self.collect()  # finished sequences free their blocks
@@ -368,13 +357,15 @@ class InferenceEngine:
         if not sequences:
             return outputs
         for sequence in sequences:
-            sequence.num_computed = min(sequence.num_computed + num_steps, sequence.last_position)
-            sequence.in_flight = True
-        batch, columns = self.batches.decode(sequences, num_steps, self.scheduler.finished_slots)
+            sequence.dispatch(max_tokens)
+        batch, columns = self.batches.decode(
+            sequences, num_steps, self.scheduler.finished_slots, num_drafts
+        )
         sampled = self.executor.decode(batch)
         self.scheduler.finished_slots.clear()
         by_column = tuple(zip(columns, sequences, strict=True))
-        self.in_flight.append(InFlightStep(sampled, by_column, num_steps, time.monotonic()))
+        step = InFlightStep(sampled, by_column, num_steps, time.monotonic(), num_drafts)
+        self.in_flight.append(step)
         return outputs
 
     def collect(self) -> list[StepOutput]:
@@ -388,12 +379,20 @@ class InferenceEngine:
         for sequence, index, start, count in done.scored:
             assert sampled.prompt_logprobs is not None, "the program computed them for this chunk"
             add_prompt_logprobs(sequence, sampled.prompt_logprobs, index, start, count)
+        if sampled.num_drafted is not None:
+            self.drafts.add(np.asarray(sampled.num_drafted), np.asarray(tokens))
         token_lists = tokens.T.tolist()
-        return [
-            self.process(seq, token_lists[column], logprobs and logprobs.column(column))
-            for column, seq in done.columns
-            if not seq.finished
-        ]
+        outputs = []
+        for column, seq in done.columns:
+            if seq.finished:
+                continue
+            row, row_logprobs = token_lists[column], logprobs and logprobs.column(column)
+            if done.num_drafts:  # rejected drafts are gaps
+                emitted = np.flatnonzero(tokens[:, column] != NO_TOKEN)
+                row = [row[index] for index in emitted]
+                row_logprobs = jax.tree.map(lambda x, index=emitted: x[index], row_logprobs)
+            outputs.append(self.process(seq, row, row_logprobs, done.max_tokens))
+        return outputs
 
     def update_limits(self, done: InFlightStep) -> None:
         """Set how much fits into STEP_SECONDS, by the time that a program took."""
@@ -401,18 +400,18 @@ class InferenceEngine:
         seconds = max(now - max(done.dispatched_at, self.collected_at), 1e-9)
         self.collected_at = now
         if self.timed and done.num_steps:
-            steps = STEP_SECONDS * done.num_steps / seconds
-            self.max_steps = int(min(max(steps, 1), MAX_DECODE_STEPS))
+            max_tokens = STEP_SECONDS * done.max_tokens / seconds
+            self.max_tokens = int(min(max(max_tokens, 1), MAX_DECODE_STEPS))
         elif self.timed and done.num_prefilled:
             self.max_interleaved_tokens = int(STEP_SECONDS * done.num_prefilled / seconds)
 
     def process(
-        self, sequence: Sequence, tokens: list[int], logprobs: Logprobs | None
+        self, sequence: Sequence, tokens: list[int], logprobs: Logprobs | None, max_tokens: int
     ) -> StepOutput:
-        """Append the sampled tokens of a program to a sequence, and finish it if one ends it."""
+        """Append the sampled tokens of a program, which may be `max_tokens`, to a sequence, and
+        finish it if one ends it."""
         sampled_tokens: list[int] = []
         finish_reason, error = None, None
-        sequence.in_flight = False
         is_first = not sequence.num_output_tokens
         if sequence.params.max_new_tokens == 0:  # the prompt alone was asked for
             tokens, finish_reason = [], "length"
@@ -432,9 +431,9 @@ class InferenceEngine:
                 finish_reason = "length"
             if finish_reason:
                 break
+        # The caches may have more tokens: rejected drafts, and tokens that the grammar forbids.
+        sequence.collect(max_tokens)
         if sequence.grammar is not None and finish_reason is None:
-            # The caches may have more tokens, which the grammar does not allow.
-            sequence.num_computed = len(sequence.token_ids) - 1
             if sequence.grammar.is_complete:
                 finish_reason = "end"
             elif sequence.grammar.error or not sampled_tokens:

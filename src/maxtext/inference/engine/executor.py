@@ -85,6 +85,7 @@ class Executor(EngineLayout):
     ) -> Sampled:
         processors = self.processors if batch.has_processors else None
         weights = self.decode_weights if isinstance(batch, DecodeBatch) else self.weights
+        weights = self.programs.with_draft_weights(weights)
         with self.programs.context():
             self.state, processors, sampled = program(weights, self.state, batch, processors)
         if processors is not None:

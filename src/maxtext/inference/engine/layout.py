@@ -53,6 +53,7 @@ class EngineLayout:
             has_adapters=self.programs.build.adapters is not None,
             can_roll_back=not self.has_slot_caches,
             groups_prefixes=shared_prompts and self.reads_in_place,
+            history_length=self.cache_config.length if self.programs.num_drafts else 0,
             forks_prompts=shared_prompts and not self.contiguous and not self.has_slot_caches,
         )
 

@@ -266,6 +266,7 @@ class EngineSizer:
             is_decode = isinstance(batch, DecodeBatch)
             program = self.programs.decode if is_decode else self.programs.prefill
             weights = self.decode_weights if is_decode else self.weights
+            weights = self.programs.with_draft_weights(weights)
             try:
                 with self.programs.context():
                     return temporary_bytes(program.compile(weights, state, batch, None))

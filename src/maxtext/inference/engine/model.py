@@ -13,6 +13,7 @@ from maxtext.common.log import LOGGER
 from maxtext.common.trees import merge_dicts
 from maxtext.common.types import Tree
 from maxtext.configs.types import MaxTextConfig
+from maxtext.inference.engine.drafting import Proposer
 from maxtext.inference.engine.programs import Programs
 from maxtext.layers.context import BuildContext
 from maxtext.layers.lora import split_adapter
@@ -47,12 +48,14 @@ class InferenceModel:
         template: Template,
         weights: Tree,
         adapters: AdapterSlots | None = None,
+        proposer: Proposer | None = None,
     ):
-        """`adapters` are those that `context` builds the model for."""
+        """`adapters` are those that `context` builds the model for. `proposer` drafts tokens."""
         self.config = config
         self.adapters = adapters
         self.rules = rules
         self.context = context
+        self.proposer = proposer
         self.builds: dict[int, Programs] = {}
         self.programs = self.build(decode_rows=0)
         weights = self.with_adapters(weights, model_param_infos(template, config))
@@ -80,7 +83,9 @@ class InferenceModel:
         if decode_rows not in self.builds:
             context = replace(self.context, decode_rows=decode_rows)
             template = make_template(self.config, context)
-            self.builds[decode_rows] = Programs(self.config, template, self.rules, context)
+            self.builds[decode_rows] = Programs(
+                self.config, template, self.rules, context, proposer=self.proposer
+            )
         return self.builds[decode_rows]
 
     def build_for(self, slots: int) -> None:

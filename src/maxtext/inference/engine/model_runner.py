@@ -5,7 +5,8 @@ slot, C new tokens of a row, V vocabulary. Position -1 is padding.
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from maxtext.layers.cache import CacheConfig, PagedKVCache
 from maxtext.layers.context import BuildContext
 from maxtext.layers.inputs import LayerInputs
 from maxtext.layers.parameters import Template
+from maxtext.models.registry import layers
 from maxtext.models.transformer import Caches, empty_caches
 
 
@@ -59,7 +61,8 @@ class ModelRunner(ABC):
     def decode(
         self, weights: Tree, caches: Caches, token_ids: jax.Array, inputs: LayerInputs
     ) -> tuple[jax.Array, Caches]:
-        """Logits [N, V] after token_ids [N, 1], one new token a slot, and the updated caches."""
+        """Logits [N, C, V] after each of token_ids [N, C], and the updated caches. Where some layer
+        has no cache, C is 1."""
 
     def logits(self, weights: Tree, hidden: jax.Array, adapter_ids: jax.Array | None) -> jax.Array:
         """Hidden states [R, C, D] to logits [R, C, V]; adapter ids are [R] or [R, C]."""
@@ -102,7 +105,7 @@ class CachedModelRunner(ModelRunner):
         model = self.template.bind(weights)
         hidden, caches = model.step(token_ids, inputs, caches)
         with use_adapter_inputs(inputs):
-            return model.logits(hidden)[:, 0], caches
+            return model.logits(hidden), caches
 
 
 class RecomputingModelRunner(ModelRunner):
@@ -136,7 +139,7 @@ class RecomputingModelRunner(ModelRunner):
     ) -> tuple[jax.Array, Caches]:
         slots = jnp.arange(token_ids.shape[0])
         logits, caches, _ = self.prefill(weights, caches, token_ids, inputs, slots)
-        return logits, caches
+        return logits[:, None], caches
 
     def last_logits(
         self,
@@ -154,6 +157,59 @@ class RecomputingModelRunner(ModelRunner):
         last_hidden = jnp.take_along_axis(hidden, jnp.maximum(last, 0)[:, None, None], axis=1)
         with use_adapter_inputs(inputs):
             return model.logits(last_hidden)[:, 0], hidden
+
+
+class DraftedWeights(NamedTuple):
+    target: Tree
+    draft: Tree
+
+
+@dataclass(frozen=True)
+class DraftedModelRunner(ModelRunner):
+    """A model and the one that drafts tokens for it: the caches of both hold the same tokens, and
+    blocks of both are allocated together. The weights are `DraftedWeights`; `config` and `template`
+    are the target's, as are all logits.
+    """
+
+    target: ModelRunner
+    draft: ModelRunner
+
+    def init_caches(self, cache_config: CacheConfig) -> Caches:
+        return [*self.target.init_caches(cache_config), *self.draft.init_caches(cache_config)]
+
+    def prefill(
+        self,
+        weights: Tree,
+        caches: Caches,
+        token_ids: Array,
+        inputs: LayerInputs,
+        slots: Array,
+    ) -> tuple[jax.Array, Caches, jax.Array]:
+        own, drafted = split_caches(caches, self.draft)
+        logits, own, hidden = self.target.prefill(weights.target, own, token_ids, inputs, slots)
+        inputs = replace(inputs, adapter_ids=None)
+        _, drafted, _ = self.draft.prefill(weights.draft, drafted, token_ids, inputs, slots)
+        return logits, [*own, *drafted], hidden
+
+    def decode(
+        self, weights: Tree, caches: Caches, token_ids: jax.Array, inputs: LayerInputs
+    ) -> tuple[jax.Array, Caches]:
+        """Several tokens a row are drafts, which the draft model has in its caches."""
+        own, drafted = split_caches(caches, self.draft)
+        logits, own = self.target.decode(weights.target, own, token_ids, inputs)
+        if token_ids.shape[1] == 1:
+            inputs = replace(inputs, adapter_ids=None)
+            _, drafted = self.draft.decode(weights.draft, drafted, token_ids, inputs)
+        return logits, [*own, *drafted]
+
+    def logits(self, weights: Tree, hidden: jax.Array, adapter_ids: jax.Array | None) -> jax.Array:
+        return self.target.logits(weights.target, hidden, adapter_ids)
+
+
+def split_caches(caches: Caches, draft: ModelRunner) -> tuple[Caches, Caches]:
+    """Those of the target, and those of the draft model, one a layer."""
+    count = len(caches) - len(layers(draft.config))
+    return caches[:count], caches[count:]
 
 
 def is_paged(cache: object) -> bool:

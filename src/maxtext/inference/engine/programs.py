@@ -25,9 +25,6 @@ import numpy as np
 from maxtext.common.trees import flatten_dict, unflatten_dict
 from maxtext.configs.types import MaxTextConfig
 from maxtext.inference.engine.batches import (
-    INACTIVE,
-    MAX_DECODE_STEPS,
-    NO_TOKEN,
     DecodeBatch,
     EngineState,
     ForkBatch,
@@ -37,8 +34,13 @@ from maxtext.inference.engine.batches import (
     start_slots,
     token_adapters,
 )
+from maxtext.inference.engine.decode_loop import DecodeLoop, StepResult
+from maxtext.inference.engine.drafting import Proposer
+from maxtext.inference.engine.grammar_batch import INACTIVE
 from maxtext.inference.engine.model_runner import (
     CachedModelRunner,
+    DraftedModelRunner,
+    DraftedWeights,
     ModelRunner,
     at_last_token,
     is_paged,
@@ -51,8 +53,7 @@ from maxtext.inference.engine.program_cache import (
     ProgramCache,
     jit,
 )
-from maxtext.inference.sampling.grammar import ALL_TOKENS
-from maxtext.inference.sampling.logprobs import NONE, Logprobs, prompt_logprobs
+from maxtext.inference.sampling.logprobs import Logprobs, prompt_logprobs
 from maxtext.inference.sampling.sampler import (
     BatchedSamplingParams,
     ProcessorState,
@@ -68,7 +69,6 @@ from maxtext.sharding import AxisRules, use_rules
 
 ARGS = ParamSpec("ARGS")
 RESULT = TypeVar("RESULT")
-StepResult = tuple[EngineState, ProcessorState | None, Sampled]  # what prefill and decode return
 BATCH = slice(2, None)  # the arguments of prefill and decode after the weights and the state
 
 
@@ -83,21 +83,44 @@ class Programs:
     logprobs_temperature: float = 1.0  # divides the logits for log-probabilities of tokens
     # With packed projections, whose weights are copies (`decode_weights`); None: `template`.
     decode_template: Template | None = None
+    proposer: Proposer | None = None  # of speculative decoding
+
+    @cached_property
+    def target_runner(self) -> ModelRunner:
+        """Without a model that drafts tokens."""
+        return ModelRunner.from_config(self.config, self.template, self.build)
 
     @cached_property
     def runner(self) -> ModelRunner:
-        return ModelRunner.from_config(self.config, self.template, self.build)
+        return self.with_draft(self.target_runner)
+
+    def with_draft(self, target: ModelRunner) -> ModelRunner:
+        draft = None if self.proposer is None else self.proposer.model_runner
+        if draft is None:
+            return target
+        return DraftedModelRunner(target.config, target.template, target=target, draft=draft)
 
     @cached_property
     def decode_runner(self) -> ModelRunner:
         if self.decode_template is None:
             return self.runner
-        return ModelRunner.from_config(self.config, self.decode_template, self.build)
+        target = ModelRunner.from_config(self.config, self.decode_template, self.build)
+        return self.with_draft(target)
 
     @property
     def has_caches(self) -> bool:
         """Whether a decode step computes the new token only."""
-        return isinstance(self.runner, CachedModelRunner)
+        return isinstance(self.target_runner, CachedModelRunner)
+
+    @property
+    def num_drafts(self) -> int:
+        """Tokens that a decode step may draft for a sequence."""
+        return 0 if self.proposer is None else self.proposer.num_tokens
+
+    def with_draft_weights(self, weights: Tree) -> Tree:
+        """The weights that programs take: with those of a model that drafts tokens, if any."""
+        draft = None if self.proposer is None else self.proposer.model_weights
+        return weights if draft is None else DraftedWeights(weights, draft)
 
     @contextlib.contextmanager
     def context(self) -> Iterator[None]:
@@ -143,7 +166,7 @@ class Programs:
             positions = jnp.broadcast_to(jnp.arange(token_ids.shape[1]), token_ids.shape)
             inputs = LayerInputs(positions, lengths=lengths, adapter_ids=adapter_ids)
             hidden, _ = self.template.bind(weights).hidden(token_ids, inputs)
-            project = functools.partial(self.runner.logits, weights)
+            project = functools.partial(self.target_runner.logits, weights)
             logprobs = prompt_logprobs(hidden, targets, adapter_ids, project, 1)
             last_hidden = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)
             logits = project(last_hidden, adapter_ids)[:, 0].astype(jnp.float32)
@@ -273,8 +296,12 @@ class Programs:
         return self.jit(write_caches, static_argnums=3, donate_argnums=0)
 
     def run_init_state(self, cache_config: CacheConfig) -> EngineState:
+        history = None
+        if self.proposer is not None:
+            history = jnp.zeros((cache_config.slots, cache_config.length), jnp.int32)
         return EngineState(
             caches=self.runner.init_caches(cache_config),
+            history=history,
             token_ids=jnp.zeros(cache_config.slots, jnp.int32),
             positions=jnp.full(cache_config.slots, INACTIVE, jnp.int32),
             params=BatchedSamplingParams.zeros(cache_config.slots),
@@ -368,101 +395,11 @@ class Programs:
         batch: DecodeBatch,
         processors: ProcessorState | None = None,
     ) -> StepResult:
-        """The states after `num_steps` more tokens, and the tokens [T, N], or [T, R] if the batch
-        selects R slots. `weights` are `decode_weights`.
-        """
-        positions = jnp.where(batch.finished_mask, INACTIVE, state.positions)
-        state = all_slots = replace(state, positions=positions)
-        if batch.slots is not None:
-            token_ids, positions, params, adapter_ids = jax.tree.map(
-                lambda x: x[batch.slots],
-                (state.token_ids, state.positions, state.params, state.adapter_ids),
-            )
-            positions = jnp.where(batch.slots < all_slots.positions.shape[0], positions, INACTIVE)
-            state = EngineState(
-                state.caches,
-                token_ids,
-                positions=positions,
-                params=params,
-                adapter_ids=adapter_ids,
-            )
-        if batch.grammar is not None:
-            token_ids, positions = batch.grammar.resume(state.token_ids, state.positions)
-            state = replace(state, token_ids=token_ids, positions=positions)
-        rows = processors
-        if processors is not None and batch.slots is not None:
-            rows = processors.rows(batch.slots)
-        shape = (MAX_DECODE_STEPS, state.token_ids.shape[0])
-        logprobs = None
-        if batch.num_logprobs != NONE:
-            logprobs = Logprobs.zeros(shape, batch.num_logprobs)
-        sampled = Sampled(jnp.full(shape, NO_TOKEN, jnp.int32), logprobs)
-
-        def has_next(carry: tuple) -> jax.Array:
-            step, state, *_ = carry
-            return (step < batch.num_steps) & jnp.any(state.positions >= 0)
-
-        def decode_step(carry: tuple) -> tuple:
-            step, state, rows, sampled = carry
-            state, new = self.decode_one_token(weights, state, batch, step, rows)
-            if rows is not None:
-                rows = rows.add_tokens(new.tokens)
-            sampled = jax.tree.map(lambda tokens, row: tokens.at[step].set(row), sampled, new)
-            return step + 1, state, rows, sampled
-
-        carry = (jnp.int32(0), state, rows, sampled)
-        if batch.static_steps:
-            _, state, rows, sampled = jax.lax.fori_loop(
-                0, batch.static_steps, lambda _, carry: decode_step(carry), carry
-            )
-        else:
-            _, state, rows, sampled = jax.lax.while_loop(has_next, decode_step, carry)
-        if batch.grammar is not None:
-            state = replace(state, positions=batch.grammar.release(state.positions))
-        if processors is not None and rows is not None:
-            processors = rows if batch.slots is None else processors.set_rows(batch.slots, rows)
-        if batch.slots is not None:
-            token_ids = all_slots.token_ids.at[batch.slots].set(state.token_ids, mode="drop")
-            positions = all_slots.positions.at[batch.slots].set(state.positions, mode="drop")
-            state = replace(
-                all_slots, caches=state.caches, token_ids=token_ids, positions=positions
-            )
-        return state, processors, sampled
-
-    def decode_one_token(
-        self,
-        weights: Tree,
-        state: EngineState,
-        batch: DecodeBatch,
-        step: jax.Array,
-        processors: ProcessorState | None,
-    ) -> tuple[EngineState, Sampled]:
-        """The state after one more token of each active slot, in a step of a program."""
-        inputs = LayerInputs(
-            state.positions[:, None],
-            block_table=jnp.asarray(batch.block_tables),
-            prefix_groups=batch.prefix_groups,
-            contiguous=batch.contiguous,
-            max_kv_len=batch.kv_len,
-            adapter_ids=None if self.build.adapters is None else state.adapter_ids,
+        """As `DecodeLoop.run`; `weights` are `decode_weights`."""
+        loop = DecodeLoop(
+            self.decode_runner,
+            self.logprobs_temperature,
+            has_adapters=self.build.adapters is not None,
+            proposer=self.proposer,
         )
-        mask = None
-        if batch.grammar is not None:
-            mask = jnp.where(step == 0, batch.grammar.mask, jnp.uint32(ALL_TOKENS))
-        token_ids = jnp.maximum(state.token_ids, 0)[:, None]
-        logits, caches = self.decode_runner.decode(weights, state.caches, token_ids, inputs)
-        sampled, active = sample_next(
-            logits,
-            state.positions + 1,
-            state.params,
-            mode=batch.mode,
-            num_logprobs=batch.num_logprobs,
-            logprobs_temperature=self.logprobs_temperature,
-            active=state.positions >= 0,
-            processors=processors,
-            mask=mask,
-        )
-        positions = jnp.where(active, state.positions + 1, INACTIVE)
-        if batch.grammar is not None:
-            positions = batch.grammar.pause(positions)
-        return replace(state, caches=caches, token_ids=sampled.tokens, positions=positions), sampled
+        return loop.run(weights, state, batch, processors)

@@ -27,11 +27,12 @@ class Sequence:
     num_cached_tokens: int = 0  # of the prompt, found in the prefix cache
     slot: int = -1
     blocks: list[int] = field(default_factory=list)  # its block table
-    # Tokens in the KV cache once all programs in flight have run. A program may have finished the
-    # sequence before that.
+    # Tokens in the KV cache once all programs in flight have run, at most. A program may have
+    # finished the sequence before that, or rejected drafts.
     num_computed: int = 0
     prefill_length: int = 0  # tokens to prefill before the next one is sampled
     common_length: int = 0  # tokens that another sequence of the prefix cache also begins with
+    num_in_flight: int = 0  # tokens that decode programs in flight may add, at most
     finished: bool = False
     grammar: TokenMatcher | None = None  # constrains the tokens
     in_flight: bool = False  # a program samples tokens for it, which its grammar does not know yet
@@ -84,14 +85,27 @@ class Sequence:
         """The position of the first token that may end the sequence."""
         return len(self.prompt_ids) + self.params.min_tokens
 
+    def dispatch(self, num_tokens: int) -> None:
+        """Count a decode program that adds at most `num_tokens` tokens."""
+        self.in_flight = True
+        self.num_in_flight += num_tokens
+        self.num_computed = min(self.num_computed + num_tokens, self.last_position)
+
+    def collect(self, num_tokens: int) -> None:
+        """The tokens of a program that may have added `num_tokens` are in `token_ids`."""
+        self.in_flight = False
+        self.num_in_flight -= num_tokens
+        computed = len(self.token_ids) - 1 + self.num_in_flight
+        self.num_computed = min(computed, self.last_position)
+
     @property
     def num_decoded(self) -> int:
-        """Decode steps that were dispatched since its prefill."""
+        """Tokens of the decode steps that were dispatched since its prefill, at most."""
         return self.num_computed - self.prefill_length
 
     @property
     def num_remaining(self) -> int:
-        """Decode steps that may still be dispatched."""
+        """Tokens for which decode steps may still be dispatched."""
         return self.last_position - self.num_computed
 
 

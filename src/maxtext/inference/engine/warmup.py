@@ -31,7 +31,8 @@ def warm_up(engine: InferenceEngine, params: SamplingParams, run: Run) -> None:
         for step, requests in enumerate(warmup_requests(config, params, engine.executor), 1):
             compilation.warmup_step = f"warm-up {step} of {steps}"
             progress.report(compilation.warmup_step)
-            run(requests, False)
+            for _ in engine.drafts.each_mode():
+                run(requests, False)
             is_long = chunk_size is not None and len(requests[0].prompt) > chunk_size.tokens
             if chunk_size is not None and chunk_size.only_online and is_long:
                 run(requests, True)
@@ -85,8 +86,9 @@ def iterate_shapes(config: MaxTextConfig, layout: EngineLayout) -> Iterator[tupl
         for tokens, prompts in shapes.PACKED_SHAPES:
             count = min(prompts, slots)
             yield min(tokens // count, length - 2), count
-        # Decode programs that read blocks in place do not depend on lengths.
-        sizes = [1] if layout.reads_in_place else powers_of_two(longest) + beyond
+        # Decode programs that read blocks in place do not depend on lengths; with drafts they do.
+        depends = layout.programs.num_drafts > 0 or not layout.reads_in_place
+        sizes = powers_of_two(longest) + beyond if depends else [1]
         counts = set(layout.decode_rows)
     else:
         sizes = [min(shapes.row_tokens(size), longest) for size in range(1, longest + 1)] + beyond
