@@ -45,6 +45,7 @@ class FakeLLM:
         self.requests = []
         self.tokenizer = type(self).tokenizer_class() if type(self).tokenizer_class else None
         self.interrupt_after = None
+        self.engine = None  # which counts drafted tokens
 
     @classmethod
     def from_config(cls, config, checkpoint=None, progress=None, adapters=None):

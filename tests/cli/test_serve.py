@@ -155,7 +155,8 @@ def test_flags_of_vllm_are_keys():
         "--enable-lora --max-loras 3 --lora-modules a=x b=y --enable-auto-tool-choice "
         "--generation-config vllm attention=paged"
     )
-    parsed = parse_arguments(line.split())
+    drafts = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}'
+    parsed = parse_arguments([*line.split(), "--speculative-config", drafts])
     assert set(parsed.overrides) == {
         "load_parameters_path=m",
         "max_target_length=4096",
@@ -171,10 +172,33 @@ def test_flags_of_vllm_are_keys():
         "gpu_memory_utilization=0.8",
         "max_adapters=3",
         "attention=paged",
+        "speculative_method=ngram",
+        "num_speculative_tokens=3",
+        "prompt_lookup_max=2",
     }
     assert parsed.adapters == {"a": "x", "b": "y"}
     assert not parsed.uses_generation_config
     assert parse_arguments(["--model", "org/m", "--dtype=auto"]).names == ["m"]
+
+
+def test_a_draft_model_by_the_flag_of_vllm():
+    parsed = parse_arguments(["m", "--speculative-config", '{"model": "org/d"}'])
+    assert {"speculative_method=draft", "speculative_model_path=org/d"} <= set(parsed.overrides)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("[1]", "takes a JSON object"),
+        ("{", "takes a JSON object"),
+        ('{"method": "ngram", "quantization": "fp8"}', "no entry 'quantization' here"),
+        ('{"num_speculative_tokens": [4]}', "num_speculative_tokens must be a number or a text"),
+    ],
+)
+def test_wrong_speculative_config(value, message):
+    with pytest.raises(ConfigError, match="--speculative-config") as error:
+        parse_arguments(["m", "--speculative-config", value])
+    assert message in str(error.value)
 
 
 @pytest.mark.parametrize("flag", REFUSED)

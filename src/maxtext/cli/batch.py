@@ -198,7 +198,7 @@ def run(arguments: Arguments) -> int:
         raise
     finally:
         results.close()
-    print(f"wrote {out}\n{format_table(report.rows(), left=1)}", end="")
+    print(f"wrote {out}\n{format_table([*report.rows(), *draft_rows(session)], left=1)}", end="")
     return 0
 
 
@@ -304,6 +304,19 @@ def completion_record(completion: Any, record: Json, log_probs: bool) -> Json:
     if log_probs or not is_text:
         result["ids"] = list(completion.token_ids)
     return result | {"finished": completion.finish_reason}
+
+
+def draft_rows(session: GenerationSession) -> list[tuple[str, str]]:
+    """The acceptance of drafted tokens, if there are any."""
+    engine = session.llm.engine
+    if engine is None or not engine.drafts.num_drafted:
+        return []
+    drafts = engine.drafts
+    share = drafts.num_accepted / drafts.num_drafted
+    return [
+        ("drafted tokens", f"{drafts.num_drafted:,}"),
+        ("accepted", f"{drafts.num_accepted:,} ({share:.0%})"),
+    ]
 
 
 class Report:

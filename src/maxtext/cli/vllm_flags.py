@@ -3,6 +3,8 @@ the others are refused with a sentence that says what to use. vLLM takes `_` for
 here do.
 """
 
+import json
+
 from maxtext.cli.arguments import ANY_TEXT, Option
 from maxtext.common.errors import ConfigError
 
@@ -37,6 +39,37 @@ def kv_cache_overrides(value: str) -> list[str]:
     return KV_CACHE_DTYPES[value]
 
 
+SPECULATIVE_KEYS = {
+    "model": "speculative_model_path",
+    "num_speculative_tokens": "num_speculative_tokens",
+    "prompt_lookup_max": "prompt_lookup_max",
+    "prompt_lookup_min": "prompt_lookup_min",
+    "disable_by_batch_size": "speculative_disable_by_batch_size",
+}
+
+
+def speculative_overrides(value: str) -> list[str]:
+    flag = "--speculative-config"
+    try:
+        settings = json.loads(value)
+    except (ValueError, RecursionError):
+        settings = None
+    if not isinstance(settings, dict):
+        raise ConfigError(f'{flag} takes a JSON object, such as {{"method": "ngram"}}')
+    method = settings.pop("method", "draft_model")
+    if method == "ngram":
+        settings.pop("model", None)
+    for name, entry in settings.items():
+        if name not in SPECULATIVE_KEYS:
+            known = ", ".join(["method", *SPECULATIVE_KEYS])
+            raise ConfigError(f"{flag} has no entry {str(name)[:60]!r} here: it takes {known}")
+        if not isinstance(entry, str | int) or isinstance(entry, bool):
+            raise ConfigError(f"{flag}: {name} must be a number or a text")
+    keys = {SPECULATIVE_KEYS[name]: entry for name, entry in settings.items()}
+    keys["speculative_method"] = "draft" if method == "draft_model" else str(method)
+    return [f"{key}={entry}" for key, entry in keys.items()]
+
+
 # vLLM's flag -> our key, with the same values
 KEYS = {
     "--max-model-len": "max_target_length",
@@ -58,6 +91,7 @@ TRANSLATED = (
     Option("--dtype", "D", overrides=dtype_overrides),
     Option("--quantization", "Q", overrides=quantization_overrides, aliases=("-q",)),
     Option("--kv-cache-dtype", "D", overrides=kv_cache_overrides),
+    Option("--speculative-config", "JSON", overrides=speculative_overrides),
 )
 SWITCHES = {
     "--enable-prefix-caching": "enable_prefix_caching=true",
@@ -88,7 +122,6 @@ REFUSED = {
     "--max-lora-rank": "every adapter keeps its own rank",
     "--pipeline-parallel-size": "pipelines do not serve: use ici_tensor_parallelism",
     "--enable-expert-parallel": "set ici_expert_parallelism to the number of devices",
-    "--speculative-config": "speculative decoding is not implemented",
     "--load-format": "folders of safetensors and our checkpoints are recognised by themselves",
     "--guided-decoding-backend": "grammars have one implementation, llguidance",
     "--allowed-origins": "use --cors ORIGIN ...",
