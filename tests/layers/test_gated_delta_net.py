@@ -218,7 +218,8 @@ def test_decoding():
             new_states.append(state)
         q, k = (jnp.repeat(l2_normalise(x), group, axis=1) for x in activations[:2])
         v = activations[2].reshape(2, -1, VALUE_DIM)
-        decay, beta = (array.reshape(2, -1) for array in (module.log_decay(x), module.step_size(x)))
+        decay = module.log_decay(module.decay(x)).reshape(2, -1)
+        beta = module.step_size(module.beta(x)).reshape(2, -1)
         out, state = gated_delta_step(q, k, v, decay, beta, states[3])
         gate = jax.nn.silu(module.gate(x))
         return module.out(module.norm(out).reshape(gate.shape) * gate), [*new_states, state]

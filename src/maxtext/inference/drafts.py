@@ -1,4 +1,4 @@
-"""What drafts tokens for a model, by the speculative_* keys.
+"""The proposer of drafted tokens for a model, by the speculative_* keys.
 
 `load_drafts` checks that the model can verify drafts, and loads a draft model, before the weights
 of the model itself are loaded.

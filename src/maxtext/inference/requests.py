@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from maxtext.inference.sampling.logprobs import TokenLogprobs
 from maxtext.inference.sampling.params import SamplingParams
+from maxtext.inference.validation import RequestError
 
 
 @dataclass(frozen=True)
@@ -102,3 +103,34 @@ class EngineStats:
     num_accepted_tokens: int = 0  # of the drafted ones
     running_adapters: tuple[str, ...] = ()  # that running sequences use
     waiting_adapters: tuple[str, ...] = ()
+
+
+def reject_reason(
+    request: GenerationRequest, vocab_size: int, max_length: int
+) -> RequestError | None:
+    """Why an engine for sequences of up to `max_length` tokens cannot serve a request of token ids;
+    None if it can."""
+    prompt, count = request.prompt, request.params.max_new_tokens
+    if not len(prompt):
+        return RequestError("the prompt is empty: there is nothing to continue", "prompt")
+    if count < (1 if request.params.prompt_logprobs is None else 0):
+        return RequestError(
+            f"max_new_tokens={count} must be a whole number of at least 1, or 0 with "
+            "prompt_logprobs",
+            "max_new_tokens",
+        )
+    low, high = int(min(prompt)), int(max(prompt))
+    if low < 0 or high >= vocab_size:
+        invalid = low if low < 0 else high
+        return RequestError(
+            f"token id {invalid} is outside the vocabulary, 0 to {vocab_size - 1}", "prompt"
+        )
+    if len(prompt) + count > max_length:
+        return RequestError(
+            f"a prompt of {len(prompt)} tokens and {count} new tokens exceed "
+            f"{max_length}, the maximum length of a sequence here: shorten the prompt, "
+            "lower max_new_tokens, or raise max_target_length (with a paged cache also "
+            "pagedattn_num_pages or pagedattn_max_pages_per_group)",
+            code="context_length_exceeded",
+        )
+    return None

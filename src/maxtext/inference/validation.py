@@ -9,12 +9,9 @@ import math
 import re
 from collections.abc import Mapping
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from maxtext.common.errors import UserError
-
-if TYPE_CHECKING:
-    from maxtext.inference.requests import GenerationRequest
 
 MAX_SHOWN = 60  # characters of a value in a message
 MAX_BIASES = 100_000  # tokens of logit_bias
@@ -141,34 +138,3 @@ def is_number_up_to(value: Any, limit: float) -> bool:
     """Whether a value is a number from -limit to limit. An integer may have any size."""
     is_number = isinstance(value, int | float | Real) and not isinstance(value, bool)
     return is_number and not value < -limit and not value > limit and value == value
-
-
-def reject_reason(
-    request: "GenerationRequest", vocab_size: int, max_length: int
-) -> RequestError | None:
-    """Why an engine for sequences of up to `max_length` tokens cannot serve a request of token ids;
-    None if it can."""
-    prompt, count = request.prompt, request.params.max_new_tokens
-    if not len(prompt):
-        return RequestError("the prompt is empty: there is nothing to continue", "prompt")
-    if count < (1 if request.params.prompt_logprobs is None else 0):
-        return RequestError(
-            f"max_new_tokens={count} must be a whole number of at least 1, or 0 with "
-            "prompt_logprobs",
-            "max_new_tokens",
-        )
-    low, high = int(min(prompt)), int(max(prompt))
-    if low < 0 or high >= vocab_size:
-        invalid = low if low < 0 else high
-        return RequestError(
-            f"token id {invalid} is outside the vocabulary, 0 to {vocab_size - 1}", "prompt"
-        )
-    if len(prompt) + count > max_length:
-        return RequestError(
-            f"a prompt of {len(prompt)} tokens and {count} new tokens exceed "
-            f"{max_length}, the maximum length of a sequence here: shorten the prompt, "
-            "lower max_new_tokens, or raise max_target_length (with a paged cache also "
-            "pagedattn_num_pages or pagedattn_max_pages_per_group)",
-            code="context_length_exceeded",
-        )
-    return None

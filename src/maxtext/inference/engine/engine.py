@@ -43,12 +43,12 @@ from maxtext.inference.engine.sequence import (
     accepted_tokens,
     add_prompt_logprobs,
 )
-from maxtext.inference.requests import GenerationRequest
+from maxtext.inference.requests import GenerationRequest, reject_reason
 from maxtext.inference.sampling.bad_words import TokenMatcher
 from maxtext.inference.sampling.grammar import FAILURE
 from maxtext.inference.sampling.logprobs import Logprobs, TokenLogprobs, to_host
 from maxtext.inference.sampling.sampler import MAX_STOP_IDS
-from maxtext.inference.validation import RequestError, reject_reason
+from maxtext.inference.validation import RequestError
 
 MIN_GPU_SLOTS = 2  # the compiler's float matmuls are slower with a single row
 # A decode program has as many steps as fit, so that slow machines also stream. Between two of them,
@@ -72,7 +72,7 @@ class InFlightStep:
 
     @property
     def max_tokens(self) -> int:
-        """That a decode program may add to a sequence."""
+        """The most tokens that a decode program may add to a sequence."""
         return self.num_steps * (self.num_drafts + 1)
 
 

@@ -207,7 +207,7 @@ class DraftedModelRunner(ModelRunner):
 
 
 def split_caches(caches: Caches, draft: ModelRunner) -> tuple[Caches, Caches]:
-    """Those of the target, and those of the draft model, one a layer."""
+    """The caches of the target, and of the draft model, one for each layer."""
     count = len(caches) - len(layers(draft.config))
     return caches[:count], caches[count:]
 

@@ -12,6 +12,7 @@ block table.
 """
 
 import functools
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -69,71 +70,71 @@ def latent_attention(
     the key part with RoPE [B, P] of the new token, the pools are [N, block_size, R] and
     [N, block_size, P]; block_table [B, C]; positions [B], -1 for an idle row, whose output is 0.
     """
-    batch, heads, rank = q.shape
+    batch, heads, _ = q.shape
     block_size = pools[0].shape[1]
     tile_size = min(TILE_SIZE, block_size & -block_size)
     heads_tile = min(max(MIN_ROWS, pl.next_power_of_2(heads)), MAX_HEADS_PER_PROGRAM)
-    head_tiles = pl.cdiv(heads, heads_tile)
     tiles = block_table.shape[1] * block_size // tile_size
-    splits = splits or min(tiles, max(MIN_SPLITS, pl.cdiv(PROGRAMS, batch * head_tiles)))
+    programs = batch * pl.cdiv(heads, heads_tile)
+    splits = splits or min(tiles, max(MIN_SPLITS, pl.cdiv(PROGRAMS, programs)))
     flat = [pool.reshape(-1, pool.shape[-1]) for pool in pools]
-    by_row = pl.BlockSpec((1,), lambda b, h, s: (b,))
-
-    def rows_of(array: Array) -> pl.BlockSpec:
-        return pl.BlockSpec(
-            (None, *array.shape[1:]), lambda b, h, s: (b,) + (0,) * (array.ndim - 1)
-        )
-
-    def whole(array: Array) -> pl.BlockSpec:
-        return pl.BlockSpec(array.shape, lambda b, h, s: (0, 0))
-
-    spans = (batch, splits, heads)
-    span_specs = [
-        pl.BlockSpec((None, None, heads, rank), lambda b, h, s: (b, s, 0, 0)),
-        *[pl.BlockSpec((None, None, heads), lambda b, h, s: (b, s, 0))] * 2,
-    ]
-    context, largest, total, *written = pl.pallas_call(
-        functools.partial(
-            latent_span,
-            heads_tile=heads_tile,
-            block_size=block_size,
-            tile_size=tile_size,
-            splits=splits,
-            scale=scale,
-            soft_cap=soft_cap,
-        ),
-        grid=(batch, head_tiles, splits),
-        in_specs=[
-            rows_of(q),
-            rows_of(q_rope),
-            rows_of(block_table),
-            by_row,
-            *(rows_of(array) for array in new),
-            *(whole(array) for array in flat),
-        ],
-        out_specs=[*span_specs, *(whole(array) for array in flat)],
-        out_shape=[
-            jax.ShapeDtypeStruct((*spans, rank), jnp.float32),
-            *[jax.ShapeDtypeStruct(spans, jnp.float32)] * 2,
-            *(jax.ShapeDtypeStruct(array.shape, array.dtype) for array in flat),
-        ],
-        input_output_aliases={6: 3, 7: 4},
-        interpret=interpret,
-        name="latent_attention",
-        compiler_params=triton.CompilerParams(
-            num_warps=4 if heads_tile == MIN_ROWS else 8, num_stages=2
-        ),
-    )(q, q_rope, block_table, positions, *new, *flat)
+    span = functools.partial(
+        latent_span,
+        heads_tile=heads_tile,
+        block_size=block_size,
+        tile_size=tile_size,
+        splits=splits,
+        scale=scale,
+        soft_cap=soft_cap,
+    )
+    rows = (q, q_rope, block_table, positions[:, None], *new)
+    warps = 4 if heads_tile == MIN_ROWS else 8
+    spans, written = attend_spans(span, rows, flat, (splits, heads_tile), warps, interpret)
     attn_out = combine_spans(
-        context[:, None],
-        largest[:, None],
-        total[:, None],
-        sinks=None,
-        dtype=q.dtype,
-        interpret=interpret,
+        *(part[:, None] for part in spans), sinks=None, dtype=q.dtype, interpret=interpret
     )
     latents, ropes = (array.reshape(pool.shape) for array, pool in zip(written, pools, strict=True))
     return attn_out[:, 0], (latents, ropes)
+
+
+def attend_spans(
+    span: Callable[..., None],
+    rows: Sequence[Array],
+    pools: Sequence[Array],
+    sizes: tuple[int, int],
+    warps: int,
+    interpret: bool,
+) -> tuple[list[Array], list[Array]]:
+    """The partial results [B, splits, H, R] and twice [B, splits, H] of each span, and the pools
+    with the new tokens in them. `rows` are the arrays of each row of the batch, the queries first;
+    `sizes` are (splits, heads of a program)."""
+    (batch, heads, rank), (splits, heads_tile) = rows[0].shape, sizes
+
+    def row_spec(array: Array) -> pl.BlockSpec:
+        rest = array.shape[1:]
+        return pl.BlockSpec((None, *rest), lambda b, h, s: (b, *[0] * len(rest)))
+
+    pool_specs = [pl.BlockSpec(pool.shape, lambda b, h, s: (0, 0)) for pool in pools]
+    by_head = pl.BlockSpec((None, None, heads), lambda b, h, s: (b, s, 0))
+    context_spec = pl.BlockSpec((None, None, heads, rank), lambda b, h, s: (b, s, 0, 0))
+    sums = jax.ShapeDtypeStruct((batch, splits, heads), jnp.float32)
+    outputs = pl.pallas_call(
+        span,
+        grid=(batch, pl.cdiv(heads, heads_tile), splits),
+        in_specs=[*map(row_spec, rows), *pool_specs],
+        out_specs=[context_spec, by_head, by_head, *pool_specs],
+        out_shape=[
+            jax.ShapeDtypeStruct((*sums.shape, rank), jnp.float32),
+            sums,
+            sums,
+            *(jax.ShapeDtypeStruct(pool.shape, pool.dtype) for pool in pools),
+        ],
+        input_output_aliases={len(rows) + i: 3 + i for i in range(len(pools))},
+        interpret=interpret,
+        name="latent_attention",
+        compiler_params=triton.CompilerParams(num_warps=warps, num_stages=2),
+    )(*rows, *pools)
+    return list(outputs[:3]), list(outputs[3:])
 
 
 def latent_span(
