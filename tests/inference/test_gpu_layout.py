@@ -13,6 +13,7 @@ from maxtext.common.trees import flatten_dict
 from maxtext.configs.sources import from_python
 from maxtext.inference.loading import inference_context, resolve_config
 from maxtext.kernels.decode import gemv
+from maxtext.kernels.decode.tiles import Tiles
 from maxtext.layers.weight_layout import leaf_layouts
 from tests.layers.gpu_context import interpreted_kernels
 
@@ -136,7 +137,7 @@ FAMILIES = {
 @pytest.fixture
 def kernels(monkeypatch):
     """The names of the kernels that ran, interpreted with few programs."""
-    tiles = dict.fromkeys(gemv.PAIRS, (gemv.Tiles(16, 512, 1),) * 2)
+    tiles = dict.fromkeys(gemv.PAIRS, (Tiles(16, 512, 1),) * 2)
     for table in ("PAIRS", "SINGLE"):
         monkeypatch.setattr(gemv, table, tiles)
     with interpreted_kernels() as names:

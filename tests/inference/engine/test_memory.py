@@ -153,7 +153,7 @@ def test_tokens_of_a_prefill_batch_are_halved_until_temporaries_fit(free, monkey
         lambda self, slots, limit: Temporaries((limit or 4096) * token, decode=1000),
     )
     programs = compiled("causal", *PAGED)
-    assert sizer_of(programs).size(6, None).max_batched_tokens == 1024  # all caches fit beside it
+    assert sizer_of(programs).size(6, None).max_batched_tokens == 1024  # with all caches
     free_bytes = 3_000_000
     token = free_bytes // 1000
     free(free_bytes)

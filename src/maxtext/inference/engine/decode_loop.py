@@ -26,10 +26,9 @@ from maxtext.inference.engine.batches import (
     record_tokens,
     sample_next,
 )
-from maxtext.inference.engine.drafting import Proposer
-from maxtext.inference.engine.grammar_batch import INACTIVE
+from maxtext.inference.engine.drafting import DraftInputs, Proposer
+from maxtext.inference.engine.grammar_batch import INACTIVE, first_mask
 from maxtext.inference.engine.model_runner import ModelRunner
-from maxtext.inference.sampling.grammar import ALL_TOKENS
 from maxtext.inference.sampling.logprobs import NONE, Logprobs
 from maxtext.inference.sampling.sampler import ProcessorState
 from maxtext.layers.inputs import LayerInputs
@@ -109,12 +108,10 @@ class DecodeLoop:
         processors: ProcessorState | None,
     ) -> StepResult:
         """The states after a step of a program, and its tokens [K + 1, B]."""
-        mask = None
-        if batch.grammar is not None:
-            mask = jnp.where(step == 0, batch.grammar.mask, jnp.uint32(ALL_TOKENS))
+        mask = None if batch.grammar is None else first_mask(jnp.asarray(batch.grammar.mask), step)
         drafts = None
         if batch.num_drafts:
-            drafts, state = self.draft(weights, state, batch, processors, mask)
+            drafts, state = self.draft(DraftInputs(weights, state, batch, processors, mask))
         start = state.positions
         logits, caches = self.forward(weights, state, batch, drafts)
         state = replace(state, caches=caches)
@@ -132,7 +129,7 @@ class DecodeLoop:
                 logprobs_temperature=self.logprobs_temperature,
                 active=accepting,
                 processors=processors,
-                mask=None if mask is None else jnp.where(index == 0, mask, jnp.uint32(ALL_TOKENS)),
+                mask=first_mask(mask, index),
             )
             if processors is not None:
                 processors = processors.add_tokens(sampled.tokens)
@@ -169,18 +166,12 @@ class DecodeLoop:
             state = replace(state, positions=batch.grammar.pause(state.positions))
         return state, processors, sampled
 
-    def draft(
-        self,
-        weights: Tree,
-        state: EngineState,
-        batch: DecodeBatch,
-        processors: ProcessorState | None,
-        mask: jax.Array | None,
-    ) -> tuple[jax.Array, EngineState]:
+    def draft(self, inputs: DraftInputs) -> tuple[jax.Array, EngineState]:
         """Drafted tokens [B, K] after the newest token of each row, NO_TOKEN after the last that
         may be drafted, and the state with the caches of the proposer."""
         assert self.proposer is not None, "the engine drafts only if it has a proposer"
-        drafts, state = self.proposer.propose(weights, state, batch, processors, mask)
+        batch = inputs.batch
+        drafts, state = self.proposer.propose(inputs)
         # After the last draft a token is sampled, no later than at the last position.
         limit = state.params.last_position - 1 - state.positions
         if batch.grammar is not None:  # the host reads each token of such a row

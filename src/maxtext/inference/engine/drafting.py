@@ -6,19 +6,26 @@ Shapes: B rows of a batch, L tokens of the longest sequence, K drafted tokens.
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from maxtext.common.types import Tree
 from maxtext.inference.engine.batches import NO_TOKEN, DecodeBatch, EngineState, sample_next
-from maxtext.inference.engine.grammar_batch import INACTIVE
+from maxtext.inference.engine.grammar_batch import INACTIVE, first_mask
 from maxtext.inference.engine.model_runner import ModelRunner, split_caches
-from maxtext.inference.sampling.grammar import ALL_TOKENS
 from maxtext.inference.sampling.logprobs import NONE
 from maxtext.inference.sampling.sampler import ProcessorState
 from maxtext.layers.inputs import LayerInputs
+
+
+class DraftInputs(NamedTuple):
+    weights: Tree
+    state: EngineState
+    batch: DecodeBatch
+    processors: ProcessorState | None  # with the rows of the state
+    mask: jax.Array | None  # [B, W]: the tokens that may come first
 
 
 @dataclass(frozen=True)
@@ -29,17 +36,9 @@ class Proposer(ABC):
     model_weights: Tree = field(default=None, kw_only=True, repr=False)
 
     @abstractmethod
-    def propose(
-        self,
-        weights: Tree,
-        state: EngineState,
-        batch: DecodeBatch,
-        processors: ProcessorState | None,
-        mask: jax.Array | None,
-    ) -> tuple[jax.Array, EngineState]:
+    def propose(self, inputs: DraftInputs) -> tuple[jax.Array, EngineState]:
         """Tokens [B, K] that may follow the newest token of each row of the state, NO_TOKEN where
-        there is no proposal, and the state with the proposer's own caches. `processors` has the
-        rows of the state, and `mask` [B, W] the tokens that may come first."""
+        there is no proposal, and the state with the proposer's own caches."""
 
 
 @dataclass(frozen=True)
@@ -50,14 +49,8 @@ class NgramProposer(Proposer):
     max_length: int
     min_length: int
 
-    def propose(
-        self,
-        weights: Tree,
-        state: EngineState,
-        batch: DecodeBatch,
-        processors: ProcessorState | None,
-        mask: jax.Array | None,
-    ) -> tuple[jax.Array, EngineState]:
+    def propose(self, inputs: DraftInputs) -> tuple[jax.Array, EngineState]:
+        state = inputs.state
         assert state.history is not None, "an engine that drafts has the tokens of its slots"
         drafts = lookup_ngrams(
             state.history,
@@ -74,28 +67,21 @@ class DraftModelProposer(Proposer):
     """The tokens that a smaller model samples. Its noise is the target's, whose keys depend on the
     seed and position alone, so that random samples of both are often equal, as greedy ones are."""
 
-    def propose(
-        self,
-        weights: Tree,
-        state: EngineState,
-        batch: DecodeBatch,
-        processors: ProcessorState | None,
-        mask: jax.Array | None,
-    ) -> tuple[jax.Array, EngineState]:
-        runner = self.model_runner
+    def propose(self, inputs: DraftInputs) -> tuple[jax.Array, EngineState]:
+        runner, (weights, state, batch, processors, mask) = self.model_runner, inputs
         assert runner is not None, "the proposer of a draft model has its runner"
         target_caches, caches = split_caches(state.caches, runner)
 
         def draft_token(carry: tuple, index: jax.Array) -> tuple[tuple, jax.Array]:
             caches, token_ids, positions, processors = carry
-            inputs = LayerInputs(
+            layer_inputs = LayerInputs(
                 positions[:, None],
                 block_table=jnp.asarray(batch.block_tables),
                 contiguous=batch.contiguous,
                 max_kv_len=batch.kv_len,
             )
             token_ids = jnp.maximum(token_ids, 0)[:, None]
-            logits, caches = runner.decode(weights.draft, caches, token_ids, inputs)
+            logits, caches = runner.decode(weights.draft, caches, token_ids, layer_inputs)
             sampled, active = sample_next(
                 logits[:, 0],
                 positions + 1,
@@ -105,7 +91,7 @@ class DraftModelProposer(Proposer):
                 logprobs_temperature=1.0,
                 active=positions >= 0,
                 processors=processors,
-                mask=None if mask is None else jnp.where(index == 0, mask, jnp.uint32(ALL_TOKENS)),
+                mask=first_mask(mask, index),
             )
             if processors is not None:
                 processors = processors.add_tokens(sampled.tokens)

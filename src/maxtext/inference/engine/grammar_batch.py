@@ -54,6 +54,11 @@ class GrammarBatch:
         return jnp.where(self.constrained, INACTIVE, positions)
 
 
+def first_mask(mask: jax.Array | None, index: jax.Array | int) -> jax.Array | None:
+    """The mask of a program's token `index`: only the first is constrained."""
+    return None if mask is None else jnp.where(index == 0, mask, jnp.uint32(ALL_TOKENS))
+
+
 def grammar_batch(
     sequences: Sequence[sequence.Sequence],
     rows: int,

@@ -23,18 +23,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jax.typing import DTypeLike
 
+from maxtext.kernels.decode.tiles import Tiles
+
 MIN_ROWS = 16  # of a tensor core matmul: fewer are padded
-MAX_ASSIGNMENTS = 1024  # with more, an expert has so many rows that grouped matmuls are faster
+MAX_ASSIGNMENTS = 1024  # with more, grouped matmuls are faster
 FEW_ASSIGNMENTS = 32
 MIN_TILE = 32
-
-
-@dataclass(frozen=True)
-class Tiles:
-    columns: int  # outputs of a program
-    depth: int  # inputs of a step
-    warps: int = 4
-    stages: int = 4
 
 
 @dataclass(frozen=True)
@@ -105,15 +99,15 @@ def expert_matmul(
         out_shape=jax.ShapeDtypeStruct((assignments, columns), x.dtype),
         interpret=interpret,
         name="decode_expert_matmul",
-        compiler_params=triton.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
+        compiler_params=tiles.compiler_params,
     )(*arrays)
 
 
 def default_tiles(assignments: int, matrices: int) -> Tiles:
     """The fastest on an H200: few assignments have few programs, which are narrow."""
     if assignments > FEW_ASSIGNMENTS:
-        return Tiles(columns=128, depth=64)
-    return Tiles(columns=64, depth=64, warps=8 if matrices > 1 else 4)
+        return Tiles(columns=128, depth=64, warps=4, stages=4)
+    return Tiles(columns=64, depth=64, warps=8 if matrices > 1 else 4, stages=4)
 
 
 def expert_program(

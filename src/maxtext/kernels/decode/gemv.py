@@ -26,18 +26,12 @@ import jax
 import jax.numpy as jnp
 from jax import Array, Ref
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton
 from jax.typing import DTypeLike
 
 from maxtext.common.hardware import is_nvidia
 from maxtext.common.types import Tree
-from maxtext.kernels.decode.gemv_products import (
-    LOADS,
-    NormedInput,
-    Tiles,
-    is_grouped,
-    operands,
-)
+from maxtext.kernels.decode.gemv_products import LOADS, NormedInput, is_grouped, operands
+from maxtext.kernels.decode.tiles import Tiles
 from maxtext.kernels.weight_only import FP8, INT4, INT8, QuantizedWeight
 
 FLOATS = "floats"
@@ -180,51 +174,20 @@ def norm_gemv(
     interpret: bool = False,
 ) -> Array:
     """n weight_T.T + bias, [N]; weight_T [N, K]."""
-    tiles = tiles_of(PAIRS, weight_T)
-    more = [] if bias is None else [bias]
-    columns = pl.BlockSpec((tiles.columns,), lambda n: (n,))
 
-    def finish(total: Array, *refs: Ref) -> None:
-        *bias_refs, out_ref = refs
-        for ref in bias_refs:
-            total = total + ref[...].astype(jnp.float32)
-        out_ref[...] = total.astype(out_ref.dtype)
+    def finish(total: Array, *biases: Array) -> Array:
+        return sum(biases, start=total)
 
-    return gemv_call(
-        finish,
-        x,
-        weight_T,
-        [lambda n: n],
-        *more,
-        programs=weight_T.shape[0] // tiles.columns,
-        tiles=tiles,
-        interpret=interpret,
-        name="norm_gemv",
-        more_specs=[columns] * len(more),
-        out_specs=columns,
-        out_shape=like(x.x, weight_T.shape[0]),
+    biases = [] if bias is None else [bias]
+    return column_call(
+        finish, x, weight_T, *biases, table=PAIRS, name="norm_gemv", interpret=interpret
     )
 
 
 def gemv(x: Array, weight_T: Array | QuantizedWeight, interpret: bool = False) -> Array:
     """[N] of x [K] and weight_T [N, K]."""
-
-    tiles = tiles_of(SINGLE, weight_T)
-
-    def finish(total: Array, out_ref: Ref) -> None:
-        out_ref[...] = total.astype(out_ref.dtype)
-
-    return gemv_call(
-        finish,
-        x,
-        weight_T,
-        [lambda n: n],
-        programs=weight_T.shape[0] // tiles.columns,
-        tiles=tiles,
-        interpret=interpret,
-        name="gemv",
-        out_specs=pl.BlockSpec((tiles.columns,), lambda n: (n,)),
-        out_shape=like(x, weight_T.shape[0]),
+    return column_call(
+        lambda total: total, x, weight_T, table=SINGLE, name="gemv", interpret=interpret
     )
 
 
@@ -233,25 +196,45 @@ def gemv_add(
 ) -> Array:
     """residual [N] + x [K] times weight_T [N, K]."""
 
-    tiles = tiles_of(SINGLE, weight_T)
+    def finish(total: Array, residual: Array) -> Array:
+        return residual + total.astype(residual.dtype)
 
-    def finish(total: Array, residual_ref: Ref, out_ref: Ref) -> None:
-        out_ref[...] = residual_ref[...] + total.astype(out_ref.dtype)
+    return column_call(
+        finish, x, weight_T, residual, table=SINGLE, name="gemv_add", interpret=interpret
+    )
 
+
+def column_call(
+    finish: Callable[..., Array],
+    x: NormedInput | Array,
+    weight_T: Array | QuantizedWeight,
+    *more: Array,
+    table: dict[str, tuple[Tiles, Tiles]],
+    name: str,
+    interpret: bool,
+) -> Array:
+    """[N]: `finish(product, *more)` of the product with weight_T [N, K] in float32, and further
+    arrays [N]."""
+    tiles = tiles_of(table, weight_T)
     columns = pl.BlockSpec((tiles.columns,), lambda n: (n,))
+
+    def store(total: Array, *refs: Ref) -> None:
+        *more_refs, out_ref = refs
+        out_ref[...] = finish(total, *(ref[...] for ref in more_refs)).astype(out_ref.dtype)
+
     return gemv_call(
-        finish,
+        store,
         x,
         weight_T,
         [lambda n: n],
-        residual,
+        *more,
         programs=weight_T.shape[0] // tiles.columns,
         tiles=tiles,
         interpret=interpret,
-        name="gemv_add",
-        more_specs=[columns],
+        name=name,
+        more_specs=[columns] * len(more),
         out_specs=columns,
-        out_shape=like(x, weight_T.shape[0]),
+        out_shape=like(x.x if isinstance(x, NormedInput) else x, weight_T.shape[0]),
     )
 
 
@@ -317,5 +300,5 @@ def gemv_call(
         out_shape=out_shape,
         interpret=interpret,
         name=f"decode_{name}",
-        compiler_params=triton.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
+        compiler_params=tiles.compiler_params,
     )(*read.vectors, *read.parts * len(block_indices), *more)

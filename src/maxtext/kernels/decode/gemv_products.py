@@ -50,14 +50,6 @@ mov.f32 $1, $15; mov.f32 $2, $16; mov.f32 $3, $17; }"""
 
 
 @dataclass(frozen=True)
-class Tiles:
-    columns: int  # outputs of a program
-    depth: int  # inputs of a step
-    warps: int
-    stages: int = 1  # of the software pipeline
-
-
-@dataclass(frozen=True)
 class NormedInput:
     """The RMS norm of x [K], times scale [K] + offset."""
 
