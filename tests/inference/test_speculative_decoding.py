@@ -165,7 +165,7 @@ def test_an_absent_draft_model(folder):
         LLM.load(folder, **KEYS, **keys)
 
 
-def test_recurrent_layers_cannot_draft():
+def test_a_model_without_mtp_layers(folder):
     with pytest.raises(ConfigError) as error:
-        LLM.load("qwen3.5-35b-a3b", **NGRAMS)
-    assert "recurrent layers cannot drop rejected tokens" in str(error.value)
+        LLM.load(folder, **KEYS, speculative_method="mtp")
+    assert "a multi-token prediction layer, which this model does not have" in str(error.value)

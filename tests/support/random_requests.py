@@ -63,10 +63,10 @@ def compiled(kind, *overrides):
 
 
 @functools.cache
-def random_weights(kind):
+def random_weights(kind, *overrides):
     """Larger than initial weights, so that logits differ clearly."""
     random = np.random.default_rng(0)
-    shapes = make_template(configuration(*KINDS[kind])).weights
+    shapes = make_template(configuration(*KINDS[kind], *overrides)).weights
     return jax.tree.map(
         lambda leaf: jnp.asarray(random.normal(0, 0.5, leaf.shape), leaf.dtype), shapes
     )

@@ -13,12 +13,14 @@ from maxtext.configs import types
 from maxtext.configs.provenance import Layer, Setting, Source
 from maxtext.configs.serialize import plain
 from maxtext.configs.types import MaxTextConfig
+from maxtext.inference.engine.draft_heads import MtpProposer
 from maxtext.inference.engine.drafting import DraftModelProposer, NgramProposer, Proposer
 from maxtext.inference.engine.model import InferenceModel
 from maxtext.inference.loading import inference_context, load_weights, resolve_config
 from maxtext.layers.cache import CacheConfig, RecurrentState
 from maxtext.layers.context import BuildContext
-from maxtext.models.transformer import empty_caches, make_template
+from maxtext.layers.specs import AttentionSpec, MlaSpec
+from maxtext.models.transformer import empty_caches, make_template, mtp_block
 from maxtext.sharding import AxisRules
 from maxtext.tokenizers import find_tokenizer
 
@@ -55,6 +57,8 @@ def load_drafts(
         )
     if method == "draft":
         return load_draft_model(config, rules, checkpoint)
+    if method == "mtp":
+        return mtp_proposer(config)
     return NgramProposer(
         config.num_speculative_tokens,
         max_length=config.prompt_lookup_max,
@@ -62,15 +66,31 @@ def load_drafts(
     )
 
 
-def drafts_unsupported_reason(config: MaxTextConfig, context: BuildContext) -> str | None:
-    """Why rejected tokens cannot be dropped from the caches of a model; None if they can."""
+def drafts_unsupported_reason(
+    config: MaxTextConfig, context: BuildContext, is_draft_model: bool = False
+) -> str | None:
+    """Why a model cannot verify drafts, or draft, token by token; None if it can."""
     longest = CacheConfig(1, config.max_target_length, config.dtype.value, context=context)
     caches = jax.eval_shape(lambda: empty_caches(config, longest))
     if caches is None:
         return "some layer has no cache, so that a step computes one token only"
-    if any(isinstance(cache, RecurrentState) for cache in caches):
-        return "its recurrent layers cannot drop rejected tokens from their state"
+    if is_draft_model and any(isinstance(cache, RecurrentState) for cache in caches):
+        return "its recurrent layers cannot drop several rejected tokens, one step each"
     return None
+
+
+def mtp_proposer(config: MaxTextConfig) -> MtpProposer:
+    reason = None
+    if not config.mtp_num_layers:
+        reason = "which this model does not have"
+    elif not isinstance(mtp_block(config).attention, AttentionSpec | MlaSpec):
+        reason = "which is recurrent in this model"
+    if reason is not None:
+        raise ConfigError(
+            f"speculative_method=mtp drafts with a multi-token prediction layer, {reason}: use "
+            "ngram or draft"
+        )
+    return MtpProposer(config.num_speculative_tokens, config=config)
 
 
 def load_draft_model(
@@ -82,7 +102,7 @@ def load_draft_model(
     draft_config = resolve_config(shared_keys(config), checkpoint)
     check_same_tokens(config, draft_config, target, checkpoint)
     context = inference_context(draft_config, rules)
-    if (reason := drafts_unsupported_reason(draft_config, context)) is not None:
+    if (reason := drafts_unsupported_reason(draft_config, context, True)) is not None:
         raise ConfigError(f"speculative_model_path={path} cannot draft: {reason}")
     template = make_template(draft_config)
     weights, _ = load_weights(draft_config, template, rules, checkpoint, None)
@@ -90,7 +110,7 @@ def load_draft_model(
     return DraftModelProposer(
         config.num_speculative_tokens,
         model_runner=model.programs.runner,
-        model_weights=model.weights,
+        weights=model.weights,
     )
 
 

@@ -234,8 +234,73 @@ class SlidingWindowKVCache:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
+class RecentTokens:
+    """The latest tokens of each row, of which the last may be rejected: a recurrent state cannot
+    drop a token, so these are added to it once they are accepted."""
+
+    arrays: Arrays  # name -> [B, C, ...], of which the state after a token is computed
+    first: jax.Array  # [B], the position of the first of them
+    count: jax.Array  # [B]
+
+    @staticmethod
+    def empty(arrays: Arrays) -> "RecentTokens":
+        zeros = jnp.zeros(len(next(iter(arrays.values()))), jnp.int32)
+        return RecentTokens(arrays, zeros, zeros)
+
+    @property
+    def columns(self) -> jax.Array:
+        return jnp.arange(next(iter(self.arrays.values())).shape[1])
+
+    def accepted(self, positions: jax.Array) -> jax.Array:
+        """[B, C]: 1 for tokens before the new ones, which have these positions [B, S]. A new token
+        replaces those from its position on."""
+        is_before = self.first[:, None] + self.columns < positions[:, :1]
+        return ((self.columns < self.count[:, None]) & is_before).astype(jnp.int32)
+
+    def replaced(self, arrays: Arrays, positions: jax.Array) -> "RecentTokens":
+        """With new tokens in the rows that have some: `arrays` are [B, S, ...], S <= C."""
+        is_new = positions[:, 0] >= 0
+
+        def write(old: jax.Array, new: jax.Array) -> jax.Array:
+            written = old.at[:, : positions.shape[1]].set(new.astype(old.dtype))
+            return jnp.where(is_new.reshape(-1, *[1] * (old.ndim - 1)), written, old)
+
+        return RecentTokens(
+            {name: write(old, arrays[name]) for name, old in self.arrays.items()},
+            first=jnp.where(is_new, positions[:, 0], self.first),
+            count=jnp.where(is_new, (positions >= 0).sum(axis=1), self.count),
+        )
+
+    def cleared(self, positions: jax.Array) -> "RecentTokens":
+        """Without those of the rows that have new tokens."""
+        return replace(self, count=jnp.where(positions[:, 0] >= 0, 0, self.count))
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class RecurrentState:
     arrays: Arrays  # name -> [B, ...]
+    recent: RecentTokens | None = None  # the arrays are without these; None: none can be rejected
+
+    def updated(
+        self,
+        before: Mapping[str, jax.Array],
+        after: Mapping[str, jax.Array],
+        tokens: Mapping[str, jax.Array],
+        positions: jax.Array,
+    ) -> "RecurrentState":
+        """The states after new tokens at `positions` [B, S]. `before` them, {} is zeros; `tokens`
+        are what `RecentTokens` holds of them, [B, S, ...]."""
+        recent, states = self.recent, after
+        if recent is not None and positions.shape[1] > len(recent.columns):
+            recent = recent.cleared(positions)
+        elif recent is not None:
+            recent, states = recent.replaced(dict(tokens), positions), before
+        arrays = {
+            name: states[name].astype(old.dtype) if states else jnp.zeros_like(old)
+            for name, old in self.arrays.items()
+        }
+        return RecurrentState(arrays, recent)
 
     def rows(self, slots: jax.Array) -> "RecurrentState":
         return jax.tree.map(lambda x: x[slots], self)

@@ -16,6 +16,7 @@ Precision: projections and convolutions in the computation's dtype; decay, beta,
 rule, the output's norm and its gate in float32.
 """
 
+from collections.abc import Mapping
 from functools import partial
 from typing import NamedTuple
 
@@ -36,7 +37,7 @@ from maxtext.kernels.delta_rule import (
     gated_delta_rule,
     recurrent_gated_delta_rule,
 )
-from maxtext.layers.cache import CacheConfig, RecurrentState
+from maxtext.layers.cache import CacheConfig, RecentTokens, RecurrentState
 from maxtext.layers.context import INFERENCE, BuildContext, choose
 from maxtext.layers.inputs import Aux, LayerInputs, Sublayer
 from maxtext.layers.linear import PackedLinear, build_linear, project
@@ -47,6 +48,7 @@ from maxtext.layers.weight_layout import packing_unsupported_reason
 from maxtext.sharding import constrain
 
 QUERY, KEY, VALUE, STATE = "query", "key", "value", "state"  # in a cache
+GATE = "gate"
 EXACT = ("beta", "decay")  # projections that are not quantized
 INITIAL_RATES = (0.01, 16.0)  # bounds of the uniform distribution of initial decay rates
 
@@ -57,7 +59,7 @@ class Projections(NamedTuple):
     query: jax.Array
     key: jax.Array
     value: jax.Array
-    gate: jax.Array
+    gate: jax.Array | None  # which the states do not depend on
     beta: jax.Array
     decay: jax.Array
 
@@ -123,16 +125,37 @@ class GatedDeltaNet(Sublayer):
 
     def __call__(self, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Aux]:
         # With a cache, padding has negative positions.
-        cache = inputs.cache
+        cache, projections = inputs.cache, self.project(x)
         segments = inputs.segments if cache is None else (inputs.positions >= 0).astype(jnp.int32)
+        states = {} if cache is None or inputs.is_first_chunk else cache.arrays
+        if states and cache.recent is not None:
+            earlier = Projections(gate=None, **cache.recent.arrays)
+            _, states = self.mix(earlier, cache.recent.accepted(inputs.positions), states)
+        context, new_states = self.mix(projections, segments, states)
+        context = checkpoint_name(checkpoint_name(context, "context"), "attention_out")
+        assert projections.gate is not None
+        gate = jax.nn.silu(shard_heads(projections.gate).astype(jnp.float32))
+        gated = self.norm(context).reshape(gate.shape) * gate
+        aux: Aux = {}
+        if cache is not None:
+            tokens = projections._replace(gate=None)._asdict()
+            aux["cache"] = cache.updated(states, new_states, tokens, inputs.positions)
+        return checkpoint_name(self.out(shard_heads(gated.astype(self.dtype))), "out_proj"), aux
+
+    def mix(
+        self,
+        projections: Projections,
+        segments: jax.Array | None,
+        states: Mapping[str, jax.Array],
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """The context [B, S, K G, Dv] of value heads, and the states after it; none are zeros."""
         if segments is not None:
             segments = constrain(segments, "activation_batch_attn", "activation_kv_length")
-        states = {} if cache is None or inputs.is_first_chunk else cache.arrays
         new_states: dict[str, jax.Array] = {}
         activations = {}
         convolutions = {QUERY: self.conv_query, KEY: self.conv_key, VALUE: self.conv_value}
-        projections = self.project(x)
-        for (name, weight), projected in zip(convolutions.items(), projections, strict=False):
+        inputs = projections.query, projections.key, projections.value
+        for (name, weight), projected in zip(convolutions.items(), inputs, strict=True):
             projected = shard_heads(checkpoint_name(projected, f"{name}_proj"))
             convolved, new_states[name] = causal_convolution(
                 projected, weight[...], segments, states.get(name)
@@ -146,15 +169,7 @@ class GatedDeltaNet(Sublayer):
         context, new_states[STATE] = self.delta_rule(
             query, key, value, log_decay, beta, segments, states.get(STATE)
         )
-        context = checkpoint_name(checkpoint_name(context, "context"), "attention_out")
-        gate = jax.nn.silu(shard_heads(projections.gate).astype(jnp.float32))
-        gated = self.norm(context).reshape(gate.shape) * gate
-        aux: Aux = {}
-        if cache is not None:
-            aux["cache"] = RecurrentState(
-                {name: new_states[name].astype(old.dtype) for name, old in cache.arrays.items()}
-            )
-        return checkpoint_name(self.out(shard_heads(gated.astype(self.dtype))), "out_proj"), aux
+        return context, new_states
 
     def log_decay(self, decay: jax.Array) -> jax.Array:
         """[B, S, K, G], at most 0, of the projection."""
@@ -221,6 +236,8 @@ class KernelGatedDeltaNet(GatedDeltaNet):
 
     def decode(self, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, Aux]:
         cache = inputs.cache
+        if cache.recent is not None:
+            return self(x, inputs)
         assert self.norm.scale is not None
         weights = {
             "conv_query": self.conv_query[...],
@@ -282,4 +299,15 @@ def empty_cache(spec: GatedDeltaNetSpec, cache_config: CacheConfig) -> Recurrent
         for name, dim in dims.items()
     }
     shape = (batch, spec.value_heads, spec.key_dim, spec.value_dim)
-    return RecurrentState(conv_states | {STATE: jnp.zeros(shape, jnp.float32)})
+    recent = None
+    if cache_config.num_drafts:
+        dims = {name: dim for name, dim in delta_step(spec).dims.items() if name != GATE}
+        recent = RecentTokens.empty(
+            {
+                name: jnp.zeros(
+                    (batch, cache_config.num_drafts + 1, spec.key_heads, dim), cache_config.dtype
+                )
+                for name, dim in dims.items()
+            }
+        )
+    return RecurrentState(conv_states | {STATE: jnp.zeros(shape, jnp.float32)}, recent)

@@ -132,10 +132,12 @@ class MultiTokenLayer(nnx.Module):
         )
         x = self.projection(concatenated)
         x = constrain(x, "activation_batch", "activation_norm_length", "activation_embed")
+        is_decoding = inputs.cache is not None and x.shape[1] == 1
+        block = self.block.decode if is_decoding else self.block
         if self.streams == 1:
-            x, aux = self.block(x, inputs)
+            x, aux = block(x, inputs)
         else:
-            x, aux = self.block(expand(x, self.streams), inputs)
+            x, aux = block(expand(x, self.streams), inputs)
             x = collapse(x)
         return x, self.output_norm(x), aux
 

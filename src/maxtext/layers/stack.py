@@ -156,9 +156,10 @@ class Stack(nnx.Module):
 
     def step(
         self, x: jax.Array, inputs: LayerInputs, caches: Sequence[Tree]
-    ) -> tuple[jax.Array, list[Tree]]:
-        """The residual after these layers, each with its cache, and the updated caches."""
-        updated = []
+    ) -> tuple[list[jax.Array], list[Tree]]:
+        """The residual after each of these layers, which have a cache each, and the updated
+        caches."""
+        residuals, updated = [], []
         for layer_index in range(self.segment.layers):
             repeat, index = divmod(layer_index, len(self.segment.pattern))
             layer = self.layer(index, repeat)
@@ -166,8 +167,9 @@ class Stack(nnx.Module):
             layer_inputs = replace(inputs, cache=caches[layer_index], repeat=repeat)
             with use_adapter_inputs(layer_inputs):
                 x, aux = forward(x, layer_inputs)
+            residuals.append(x)
             updated.append(aux["cache"])
-        return x, updated
+        return residuals, updated
 
     def layer(self, index: int, repeat: int) -> Sublayer:
         if not self.scanned:

@@ -171,19 +171,26 @@ class Transformer(nnx.Module):
             x = auto_sharded(collapse, x, out_axes=RESIDUAL_AXES[3])
         return x, {"layers": reports}
 
-    def step(self, ids: jax.Array, inputs: LayerInputs, caches: Caches) -> tuple[jax.Array, Caches]:
-        """As `hidden`, for tokens that follow those in the caches, one a layer; and the caches with
-        them.
+    def step(
+        self, ids: jax.Array, inputs: LayerInputs, caches: Caches, taps: Sequence[int] = ()
+    ) -> tuple[jax.Array, Caches, jax.Array | None]:
+        """As `hidden`, for tokens that follow those in the caches, one a layer; the caches with
+        them; and the residuals after these numbers of layers, one after the other, [B, S, n E].
         """
         with use_adapter_inputs(inputs):
             x = self.enter(self.embedder, self.positions, ids, jnp.maximum(inputs.positions, 0))
         inputs = replace(inputs, tokens=ids)
-        after, first = [], 0
+        after: Caches = []
+        residuals = [x]
         for stack in self.layers:
-            x, extended = stack.step(x, inputs, caches[first : first + stack.segment.layers])
+            own = caches[len(after) : len(after) + stack.segment.layers]
+            outputs, extended = stack.step(residuals[-1], inputs, own)
+            residuals += outputs
             after += extended
-            first += stack.segment.layers
-        return self.final_norm(x if self.streams == 1 else collapse(x)), after
+        if self.streams > 1:
+            residuals = [collapse(x) for x in residuals]
+        tapped = jnp.concatenate([residuals[count] for count in taps], axis=-1) if taps else None
+        return self.final_norm(residuals[-1]), after, tapped
 
     def enter(
         self,
@@ -287,11 +294,15 @@ def multi_token(
     """Layers like the last one that predict further tokens."""
     if not config.mtp_num_layers:
         return None
-    block = replace(layers(config)[-1], engram=None)
     spec = MultiTokenSpec(
-        config.mtp_num_layers, block, norm_spec(config), config.mhc_expansion_rate
+        config.mtp_num_layers, mtp_block(config), norm_spec(config), config.mhc_expansion_rate
     )
     return spec.build(initializer, config.emb_dim, dtype, remat(config))
+
+
+def mtp_block(config: MaxTextConfig) -> Any:
+    """The specification of the block in each layer for multi-token prediction."""
+    return replace(layers(config)[-1], engram=None)
 
 
 def remat(config: MaxTextConfig) -> RematTensors | None:

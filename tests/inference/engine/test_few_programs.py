@@ -71,7 +71,7 @@ def test_drafts_as_on_a_gpu(monkeypatch, overrides):
     expected = InferenceEngine(programs, weights, 3, LENGTH).generate(requests)
     interpret_kernel(monkeypatch)
     programs = programs_of(config, GPU)
-    proposer = DraftModelProposer(3, model_runner=programs.target_runner, model_weights=weights)
+    proposer = DraftModelProposer(3, model_runner=programs.runner, weights=weights)
     programs = replace(programs, proposer=proposer)
     engine = InferenceEngine(programs, weights, 3, LENGTH)
     assert engine.executor.reads_in_place

@@ -70,6 +70,8 @@ CASES = [
     ("chunks", HARDEST),
     ("learned positions", "few blocks"),
     ("streams", "prefixes"),
+    ("delta", HARDEST),
+    ("delta", "contiguous"),
 ]
 
 
@@ -149,9 +151,7 @@ def test_grammars():
 
 
 def draft_model(kind):
-    return DraftModelProposer(
-        3, model_runner=compiled(kind).target_runner, model_weights=random_weights(kind)
-    )
+    return DraftModelProposer(3, model_runner=compiled(kind).runner, weights=random_weights(kind))
 
 
 def sampled_requests(count):

@@ -21,6 +21,7 @@ import numpy as np
 
 from maxtext.common.trees import Array
 from maxtext.inference.engine import sequence, shapes
+from maxtext.inference.engine.draft_state import DraftState
 from maxtext.inference.engine.grammar_batch import GrammarBatch, grammar_batch
 from maxtext.inference.sampling.grammar import mask_logits
 from maxtext.inference.sampling.logprobs import NONE, Logprobs, compute_logprobs, program_count
@@ -379,19 +380,14 @@ class EngineState:
     positions: jax.Array  # [N], of that token; INACTIVE if there is nothing to decode
     params: BatchedSamplingParams
     adapter_ids: jax.Array  # [N], the adapter of each slot; 0: none
-    # [N, L], the tokens of each slot up to the newest, if the engine drafts tokens
-    history: jax.Array | None = None
-
-
-def record_tokens(history: jax.Array, positions: jax.Array, token_ids: jax.Array) -> jax.Array:
-    """History [B, L] with token_ids [B, C] at their positions [B, C]; INACTIVE is not written."""
-    columns = jnp.where(positions >= 0, positions, history.shape[1])
-    rows = jnp.arange(history.shape[0])[:, None]
-    return history.at[rows, columns].set(token_ids, mode="drop")
+    drafting: DraftState | None = None  # if the engine drafts tokens
 
 
 def start_slots(
-    state: EngineState, batch: PrefillBatch | ForkBatch, tokens: jax.Array, positions: jax.Array
+    state: EngineState,
+    batch: PrefillBatch | ForkBatch,
+    tokens: jax.Array,
+    positions: jax.Array,
 ) -> EngineState:
     """The state with a new token at its position in the slot of each row of a batch."""
 
@@ -404,16 +400,12 @@ def start_slots(
     adapter_ids = state.adapter_ids
     if batch.adapter_ids is not None:
         adapter_ids = write(adapter_ids, batch.adapter_ids)
-    history = state.history
-    if history is not None and batch.history is not None:
-        history = write(history, batch.history)
     return replace(
         state,
         token_ids=token_ids,
         positions=positions,
         params=params,
         adapter_ids=adapter_ids,
-        history=history,
     )
 
 

@@ -23,12 +23,11 @@ from maxtext.inference.engine.batches import (
     DecodeBatch,
     EngineState,
     Sampled,
-    record_tokens,
     sample_next,
 )
-from maxtext.inference.engine.drafting import DraftInputs, Proposer
+from maxtext.inference.engine.drafting import DraftedWeights, DraftInputs, Proposer
 from maxtext.inference.engine.grammar_batch import INACTIVE, first_mask
-from maxtext.inference.engine.model_runner import ModelRunner
+from maxtext.inference.engine.model_runner import ModelOutput, ModelRunner
 from maxtext.inference.sampling.logprobs import NONE, Logprobs
 from maxtext.inference.sampling.sampler import ProcessorState
 from maxtext.layers.inputs import LayerInputs
@@ -61,11 +60,11 @@ class DecodeLoop:
         if batch.grammar is not None:
             token_ids, positions = batch.grammar.resume(state.token_ids, state.positions)
             state = replace(state, token_ids=token_ids, positions=positions)
-        if state.history is not None:
-            history = record_tokens(
-                state.history, state.positions[:, None], state.token_ids[:, None]
+        if state.drafting is not None:
+            drafting = state.drafting.with_tokens(
+                state.positions[:, None], state.token_ids[:, None]
             )
-            state = replace(state, history=history)
+            state = replace(state, drafting=drafting)
         rows = processors
         if processors is not None and batch.slots is not None:
             rows = processors.rows(batch.slots)
@@ -109,12 +108,18 @@ class DecodeLoop:
     ) -> StepResult:
         """The states after a step of a program, and its tokens [K + 1, B]."""
         mask = None if batch.grammar is None else first_mask(jnp.asarray(batch.grammar.mask), step)
-        drafts = None
-        if batch.num_drafts:
-            drafts, state = self.draft(DraftInputs(weights, state, batch, processors, mask))
+        weights, drafts = DraftedWeights.of(weights), None
+        if self.proposer is not None:
+            inputs = DraftInputs(self.runner, weights, state, batch, processors, mask)
+            if batch.num_drafts:
+                drafts, state = self.draft(inputs)
+            else:
+                state = self.proposer.observe(inputs)
         start = state.positions
-        logits, caches = self.forward(weights, state, batch, drafts)
-        state = replace(state, caches=caches)
+        own, others = self.runner.split_caches(state.caches)
+        output = self.forward(weights.target, replace(state, caches=own), batch, drafts)
+        logits = output.logits
+        state = replace(state, caches=[*output.caches, *others])
 
         def sample_column(carry: tuple, column: tuple) -> tuple[tuple, Sampled]:
             """Sample after one column of the inputs, in the rows that accepted those before."""
@@ -157,11 +162,12 @@ class DecodeLoop:
             num_drafted = jnp.sum(drafts != NO_TOKEN, axis=1, dtype=jnp.int32)
             sampled = replace(sampled, num_drafted=jnp.where(start >= 0, num_drafted, NO_TOKEN))
         _, state, processors = carry
-        if state.history is not None:
+        if state.drafting is not None:
             tokens = sampled.tokens.T
             positions = start[:, None] + 1 + jnp.arange(tokens.shape[1])
             positions = jnp.where(tokens >= 0, positions, INACTIVE)
-            state = replace(state, history=record_tokens(state.history, positions, tokens))
+            drafting = state.drafting.with_tokens(positions, tokens)
+            state = replace(state, drafting=drafting.with_tapped(output.tapped, start))
         if batch.grammar is not None:
             state = replace(state, positions=batch.grammar.pause(state.positions))
         return state, processors, sampled
@@ -183,9 +189,8 @@ class DecodeLoop:
 
     def forward(
         self, weights: Tree, state: EngineState, batch: DecodeBatch, drafts: jax.Array | None
-    ) -> tuple[jax.Array, Tree]:
-        """Logits [B, K + 1, V] after the newest token of each row and after its drafted tokens, and
-        the caches with them."""
+    ) -> ModelOutput:
+        """Of the newest token of each row and its drafted tokens, K + 1 columns."""
         token_ids, positions = state.token_ids[:, None], state.positions[:, None]
         if drafts is not None:
             columns = jnp.arange(1, drafts.shape[1] + 1)
@@ -242,11 +247,11 @@ def write_slots(all_slots: EngineState, rows: EngineState, slots: Array) -> Engi
     def write(old: jax.Array, new: jax.Array) -> jax.Array:
         return old.at[slots].set(new, mode="drop")
 
-    token_ids, positions, history = jax.tree.map(
+    token_ids, positions, drafting = jax.tree.map(
         write,
-        (all_slots.token_ids, all_slots.positions, all_slots.history),
-        (rows.token_ids, rows.positions, rows.history),
+        (all_slots.token_ids, all_slots.positions, all_slots.drafting),
+        (rows.token_ids, rows.positions, rows.drafting),
     )
     return replace(
-        all_slots, caches=rows.caches, token_ids=token_ids, positions=positions, history=history
+        all_slots, caches=rows.caches, token_ids=token_ids, positions=positions, drafting=drafting
     )

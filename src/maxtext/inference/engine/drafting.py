@@ -12,33 +12,103 @@ import jax
 import jax.numpy as jnp
 
 from maxtext.common.types import Tree
-from maxtext.inference.engine.batches import NO_TOKEN, DecodeBatch, EngineState, sample_next
+from maxtext.configs.types import MaxTextConfig
+from maxtext.inference.engine.batches import (
+    NO_TOKEN,
+    DecodeBatch,
+    EngineState,
+    PrefillBatch,
+    sample_next,
+)
+from maxtext.inference.engine.draft_state import DraftState
 from maxtext.inference.engine.grammar_batch import INACTIVE, first_mask
-from maxtext.inference.engine.model_runner import ModelRunner, split_caches
+from maxtext.inference.engine.model_runner import ModelOutput, ModelRunner
 from maxtext.inference.sampling.logprobs import NONE
 from maxtext.inference.sampling.sampler import ProcessorState
+from maxtext.layers.cache import CacheConfig
 from maxtext.layers.inputs import LayerInputs
+from maxtext.models.transformer import Caches
+
+
+class DraftedWeights(NamedTuple):
+    target: Tree
+    draft: Tree = None  # of another model or head that drafts
+
+    @staticmethod
+    def of(weights: Tree) -> "DraftedWeights":
+        return weights if isinstance(weights, DraftedWeights) else DraftedWeights(weights)
 
 
 class DraftInputs(NamedTuple):
-    weights: Tree
+    runner: ModelRunner  # of the model that verifies the drafts
+    weights: DraftedWeights
     state: EngineState
     batch: DecodeBatch
     processors: ProcessorState | None  # with the rows of the state
     mask: jax.Array | None  # [B, W]: the tokens that may come first
 
+    @property
+    def newest(self) -> jax.Array:
+        """The position of the newest token of each row."""
+        return self.state.positions
+
+    @property
+    def drafting(self) -> DraftState:
+        assert self.state.drafting is not None, "the state of an engine that drafts has it"
+        return self.state.drafting
+
+    def layer_inputs(self, positions: jax.Array) -> LayerInputs:
+        return LayerInputs(
+            positions,
+            block_table=jnp.asarray(self.batch.block_tables),
+            contiguous=self.batch.contiguous,
+            max_kv_len=self.batch.kv_len,
+        )
+
+    def with_caches(self, caches: Caches) -> EngineState:
+        """The state with other caches of the proposer."""
+        own, _ = self.runner.split_caches(self.state.caches)
+        return replace(self.state, caches=[*own, *caches])
+
 
 @dataclass(frozen=True)
 class Proposer(ABC):
+    """Its caches follow those of the model that verifies the drafts. All have the same tokens, and
+    blocks of all are allocated together."""
+
     num_tokens: int  # K
-    # Of a model that drafts: programs take its weights as an argument.
-    model_runner: ModelRunner | None = field(default=None, kw_only=True)
-    model_weights: Tree = field(default=None, kw_only=True, repr=False)
+    # Of another model or head that drafts: programs take them as an argument.
+    weights: Tree = field(default=None, kw_only=True, repr=False)
 
     @abstractmethod
     def propose(self, inputs: DraftInputs) -> tuple[jax.Array, EngineState]:
         """Tokens [B, K] that may follow the newest token of each row of the state, NO_TOKEN where
         there is no proposal, and the state with the proposer's own caches."""
+
+    def observe(self, inputs: DraftInputs) -> EngineState:
+        """The state after a step without drafts, with the newest tokens in the proposer's
+        caches."""
+        return inputs.state
+
+    def taps(self, config: MaxTextConfig) -> tuple[int, ...]:
+        """After how many layers of the model the residuals are that the proposer reads."""
+        return ()
+
+    def init_caches(self, cache_config: CacheConfig) -> Caches:
+        return []
+
+    def prefill(
+        self,
+        runner: ModelRunner,
+        weights: DraftedWeights,
+        caches: Caches,
+        batch: PrefillBatch,
+        inputs: LayerInputs,
+        tapped: jax.Array | None,
+    ) -> Caches:
+        """The proposer's caches with the tokens of a batch; `inputs` are those of the model's
+        prefill, in which `tapped` [R, C, n E] were."""
+        return caches
 
 
 @dataclass(frozen=True)
@@ -50,59 +120,96 @@ class NgramProposer(Proposer):
     min_length: int
 
     def propose(self, inputs: DraftInputs) -> tuple[jax.Array, EngineState]:
-        state = inputs.state
-        assert state.history is not None, "an engine that drafts has the tokens of its slots"
         drafts = lookup_ngrams(
-            state.history,
-            state.positions,
+            inputs.drafting.history,
+            inputs.newest,
             num_tokens=self.num_tokens,
             max_length=self.max_length,
             min_length=self.min_length,
         )
-        return drafts, state
+        return drafts, inputs.state
+
+
+class DraftSampler(NamedTuple):
+    """Samples drafted tokens with the noise of the model itself, whose keys depend on the seed and
+    position alone, so that random samples of both are often equal, as greedy ones are."""
+
+    inputs: DraftInputs
+    positions: jax.Array  # [B], of the newest token, which may be a draft; INACTIVE: no more drafts
+    processors: ProcessorState | None
+
+    def sample(self, logits: jax.Array, index: jax.Array | int) -> "tuple[jax.Array, DraftSampler]":
+        """The draft [B] of this index from logits [B, V]."""
+        state, batch = self.inputs.state, self.inputs.batch
+        sampled, active = sample_next(
+            logits,
+            self.positions + 1,
+            state.params,
+            mode=batch.mode,
+            num_logprobs=NONE,
+            logprobs_temperature=1.0,
+            active=self.positions >= 0,
+            processors=self.processors,
+            mask=first_mask(self.inputs.mask, index),
+        )
+        processors = self.processors
+        if processors is not None:
+            processors = processors.add_tokens(sampled.tokens)
+        positions = jnp.where(active, self.positions + 1, INACTIVE)
+        return sampled.tokens, self._replace(positions=positions, processors=processors)
 
 
 @dataclass(frozen=True)
 class DraftModelProposer(Proposer):
-    """The tokens that a smaller model samples. Its noise is the target's, whose keys depend on the
-    seed and position alone, so that random samples of both are often equal, as greedy ones are."""
+    """The tokens that a smaller model samples."""
+
+    model_runner: ModelRunner
+
+    def init_caches(self, cache_config: CacheConfig) -> Caches:
+        return self.model_runner.init_caches(cache_config)
+
+    def prefill(
+        self,
+        runner: ModelRunner,
+        weights: DraftedWeights,
+        caches: Caches,
+        batch: PrefillBatch,
+        inputs: LayerInputs,
+        tapped: jax.Array | None,
+    ) -> Caches:
+        inputs = replace(inputs, adapter_ids=None)
+        output = self.model_runner.prefill(
+            weights.draft, caches, batch.token_ids, inputs, batch.slots
+        )
+        return output.caches
+
+    def decode(
+        self, inputs: DraftInputs, caches: Caches, token_ids: jax.Array, positions: jax.Array
+    ) -> ModelOutput:
+        layer_inputs = inputs.layer_inputs(positions[:, None])
+        token_ids = jnp.maximum(token_ids, 0)[:, None]
+        return self.model_runner.decode(inputs.weights.draft, caches, token_ids, layer_inputs)
+
+    def observe(self, inputs: DraftInputs) -> EngineState:
+        _, caches = inputs.runner.split_caches(inputs.state.caches)
+        output = self.decode(inputs, caches, inputs.state.token_ids, inputs.newest)
+        return inputs.with_caches(output.caches)
 
     def propose(self, inputs: DraftInputs) -> tuple[jax.Array, EngineState]:
-        runner, (weights, state, batch, processors, mask) = self.model_runner, inputs
-        assert runner is not None, "the proposer of a draft model has its runner"
-        target_caches, caches = split_caches(state.caches, runner)
+        _, caches = inputs.runner.split_caches(inputs.state.caches)
 
         def draft_token(carry: tuple, index: jax.Array) -> tuple[tuple, jax.Array]:
             caches, token_ids, positions, processors = carry
-            layer_inputs = LayerInputs(
-                positions[:, None],
-                block_table=jnp.asarray(batch.block_tables),
-                contiguous=batch.contiguous,
-                max_kv_len=batch.kv_len,
-            )
-            token_ids = jnp.maximum(token_ids, 0)[:, None]
-            logits, caches = runner.decode(weights.draft, caches, token_ids, layer_inputs)
-            sampled, active = sample_next(
-                logits[:, 0],
-                positions + 1,
-                state.params,
-                mode=batch.mode,
-                num_logprobs=NONE,
-                logprobs_temperature=1.0,
-                active=positions >= 0,
-                processors=processors,
-                mask=first_mask(mask, index),
-            )
-            if processors is not None:
-                processors = processors.add_tokens(sampled.tokens)
-            positions = jnp.where(active, positions + 1, INACTIVE)
-            return (caches, sampled.tokens, positions, processors), sampled.tokens
+            output = self.decode(inputs, caches, token_ids, positions)
+            sampler = DraftSampler(inputs, positions, processors)
+            token_ids, sampler = sampler.sample(output.logits[:, 0], index)
+            return (output.caches, token_ids, *sampler[1:]), token_ids
 
         # The last step samples nothing that is used: it writes the last draft to the caches.
         steps = jnp.arange(self.num_tokens + 1)
-        carry: Any = (caches, state.token_ids, state.positions, processors)
+        carry: Any = (caches, inputs.state.token_ids, inputs.newest, inputs.processors)
         (caches, *_), drafts = jax.lax.scan(draft_token, carry, steps)
-        return drafts[:-1].T, replace(state, caches=[*target_caches, *caches])
+        return drafts[:-1].T, inputs.with_caches(caches)
 
 
 def lookup_ngrams(

@@ -5,7 +5,7 @@ slot, C new tokens of a row, V vocabulary. Position -1 is padding.
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
@@ -23,25 +23,44 @@ from maxtext.models.registry import layers
 from maxtext.models.transformer import Caches, empty_caches
 
 
+class ModelOutput(NamedTuple):
+    """Of C columns of each row. A prefill has logits [R, V] of the last tokens alone."""
+
+    logits: jax.Array  # [R, C, V]
+    caches: Caches  # the updated ones
+    hidden: jax.Array  # [R, C, E]
+    tapped: jax.Array | None = None  # [R, C, n E], the residuals after n of the layers
+
+
 @dataclass(frozen=True)
 class ModelRunner(ABC):
-    """The forward passes of prefill and decode, as pure functions of weights and caches."""
+    """The forward passes of prefill and decode, as pure functions of weights and caches. Residuals
+    are tapped after these numbers of layers."""
 
     config: MaxTextConfig
     template: Template
+    taps: tuple[int, ...] = ()
 
     @staticmethod
     def from_config(
-        config: MaxTextConfig, template: Template, build: BuildContext
+        config: MaxTextConfig, template: Template, build: BuildContext, taps: tuple[int, ...] = ()
     ) -> "ModelRunner":
         longest = CacheConfig(1, config.max_target_length, config.dtype.value, context=build)
         caches = jax.eval_shape(lambda: empty_caches(config, longest))
         runner = RecomputingModelRunner if caches is None else CachedModelRunner
-        return runner(config, template)
+        return runner(config, template, taps)
 
     @abstractmethod
     def init_caches(self, cache_config: CacheConfig) -> Caches:
         """Empty caches."""
+
+    @property
+    @abstractmethod
+    def num_caches(self) -> int: ...
+
+    def split_caches(self, caches: Caches) -> tuple[Caches, Caches]:
+        """Those of the model, and others after them."""
+        return caches[: self.num_caches], caches[self.num_caches :]
 
     @abstractmethod
     def prefill(
@@ -51,18 +70,16 @@ class ModelRunner(ABC):
         token_ids: Array,
         inputs: LayerInputs,
         slots: Array,
-    ) -> tuple[jax.Array, Caches, jax.Array]:
-        """Logits [R, V] after the last token of each row of token_ids [R, C], the updated caches,
-        and the hidden states [R, C, D]. A padding row has slot N. With segments, R sequences share
-        one row: [1, C].
+    ) -> ModelOutput:
+        """Of token_ids [R, C]. A padding row has slot N. With segments, R sequences share one row:
+        [1, C].
         """
 
     @abstractmethod
     def decode(
         self, weights: Tree, caches: Caches, token_ids: jax.Array, inputs: LayerInputs
-    ) -> tuple[jax.Array, Caches]:
-        """Logits [N, C, V] after each of token_ids [N, C], and the updated caches. Where some layer
-        has no cache, C is 1."""
+    ) -> ModelOutput:
+        """Of token_ids [N, C]. Where some layer has no cache, C is 1."""
 
     def logits(self, weights: Tree, hidden: jax.Array, adapter_ids: jax.Array | None) -> jax.Array:
         """Hidden states [R, C, D] to logits [R, C, V]; adapter ids are [R] or [R, C]."""
@@ -72,6 +89,10 @@ class ModelRunner(ABC):
 
 class CachedModelRunner(ModelRunner):
     """Every layer has a cache, so only new tokens are computed."""
+
+    @property
+    def num_caches(self) -> int:
+        return len(layers(self.config))
 
     def init_caches(self, cache_config: CacheConfig) -> Caches:
         caches = empty_caches(self.config, cache_config)
@@ -85,10 +106,10 @@ class CachedModelRunner(ModelRunner):
         token_ids: Array,
         inputs: LayerInputs,
         slots: Array,
-    ) -> tuple[jax.Array, Caches, jax.Array]:
+    ) -> ModelOutput:
         model = self.template.bind(weights)
         row_caches = [cache.rows(slots) for cache in caches]
-        hidden, new_caches = model.step(token_ids, inputs, row_caches)
+        hidden, new_caches, tapped = model.step(token_ids, inputs, row_caches, self.taps)
         caches = [old.set_rows(slots, new) for old, new in zip(caches, new_caches, strict=True)]
         last_hidden = at_last_token(hidden, inputs)
         if inputs.segments is not None:
@@ -97,21 +118,24 @@ class CachedModelRunner(ModelRunner):
             nonfinite = max_by_segment(~jnp.isfinite(hidden[0]).all(axis=-1), inputs) > 0
             last_hidden = jnp.where(nonfinite[:, None], jnp.nan, last_hidden)
         with use_adapter_inputs(AdapterInputs(sequence_adapters(inputs))):
-            return model.logits(last_hidden[:, None])[:, 0], caches, hidden
+            logits = model.logits(last_hidden[:, None])[:, 0]
+        return ModelOutput(logits, caches, hidden, tapped)
 
     def decode(
         self, weights: Tree, caches: Caches, token_ids: jax.Array, inputs: LayerInputs
-    ) -> tuple[jax.Array, Caches]:
+    ) -> ModelOutput:
         model = self.template.bind(weights)
-        hidden, caches = model.step(token_ids, inputs, caches)
+        hidden, caches, tapped = model.step(token_ids, inputs, caches, self.taps)
         with use_adapter_inputs(inputs):
-            return model.logits(hidden), caches
+            return ModelOutput(model.logits(hidden), caches, hidden, tapped)
 
 
 class RecomputingModelRunner(ModelRunner):
     """Some layer has no cache, so every step runs the whole sequence again. The "cache" is the
     token ids [N, length].
     """
+
+    num_caches = 1
 
     def init_caches(self, cache_config: CacheConfig) -> Caches:
         return [{"ids": jnp.zeros((cache_config.slots, cache_config.length), jnp.int32)}]
@@ -123,7 +147,7 @@ class RecomputingModelRunner(ModelRunner):
         token_ids: Array,
         inputs: LayerInputs,
         slots: Array,
-    ) -> tuple[jax.Array, Caches, jax.Array]:
+    ) -> ModelOutput:
         all_ids = caches[0]["ids"]
         # Padding is out of bounds, so it is not written.
         columns = jnp.where(inputs.positions >= 0, inputs.positions, all_ids.shape[1])
@@ -132,14 +156,14 @@ class RecomputingModelRunner(ModelRunner):
         logits, hidden = self.last_logits(weights, all_ids[slots], last, inputs.adapter_ids)
         positions = jnp.maximum(inputs.positions, 0)
         hidden = jnp.take_along_axis(hidden, positions[:, :, None], axis=1)
-        return logits, [{"ids": all_ids}], hidden
+        return ModelOutput(logits, [{"ids": all_ids}], hidden)
 
     def decode(
         self, weights: Tree, caches: Caches, token_ids: jax.Array, inputs: LayerInputs
-    ) -> tuple[jax.Array, Caches]:
+    ) -> ModelOutput:
         slots = jnp.arange(token_ids.shape[0])
-        logits, caches, _ = self.prefill(weights, caches, token_ids, inputs, slots)
-        return logits[:, None], caches
+        output = self.prefill(weights, caches, token_ids, inputs, slots)
+        return output._replace(logits=output.logits[:, None])
 
     def last_logits(
         self,
@@ -157,59 +181,6 @@ class RecomputingModelRunner(ModelRunner):
         last_hidden = jnp.take_along_axis(hidden, jnp.maximum(last, 0)[:, None, None], axis=1)
         with use_adapter_inputs(inputs):
             return model.logits(last_hidden)[:, 0], hidden
-
-
-class DraftedWeights(NamedTuple):
-    target: Tree
-    draft: Tree
-
-
-@dataclass(frozen=True)
-class DraftedModelRunner(ModelRunner):
-    """A model and the one that drafts tokens for it: the caches of both hold the same tokens, and
-    blocks of both are allocated together. The weights are `DraftedWeights`; `config` and `template`
-    are the target's, as are all logits.
-    """
-
-    target: ModelRunner
-    draft: ModelRunner
-
-    def init_caches(self, cache_config: CacheConfig) -> Caches:
-        return [*self.target.init_caches(cache_config), *self.draft.init_caches(cache_config)]
-
-    def prefill(
-        self,
-        weights: Tree,
-        caches: Caches,
-        token_ids: Array,
-        inputs: LayerInputs,
-        slots: Array,
-    ) -> tuple[jax.Array, Caches, jax.Array]:
-        own, drafted = split_caches(caches, self.draft)
-        logits, own, hidden = self.target.prefill(weights.target, own, token_ids, inputs, slots)
-        inputs = replace(inputs, adapter_ids=None)
-        _, drafted, _ = self.draft.prefill(weights.draft, drafted, token_ids, inputs, slots)
-        return logits, [*own, *drafted], hidden
-
-    def decode(
-        self, weights: Tree, caches: Caches, token_ids: jax.Array, inputs: LayerInputs
-    ) -> tuple[jax.Array, Caches]:
-        """Several tokens a row are drafts, which the draft model has in its caches."""
-        own, drafted = split_caches(caches, self.draft)
-        logits, own = self.target.decode(weights.target, own, token_ids, inputs)
-        if token_ids.shape[1] == 1:
-            inputs = replace(inputs, adapter_ids=None)
-            _, drafted = self.draft.decode(weights.draft, drafted, token_ids, inputs)
-        return logits, [*own, *drafted]
-
-    def logits(self, weights: Tree, hidden: jax.Array, adapter_ids: jax.Array | None) -> jax.Array:
-        return self.target.logits(weights.target, hidden, adapter_ids)
-
-
-def split_caches(caches: Caches, draft: ModelRunner) -> tuple[Caches, Caches]:
-    """The caches of the target, and of the draft model, one for each layer."""
-    count = len(caches) - len(layers(draft.config))
-    return caches[:count], caches[count:]
 
 
 def is_paged(cache: object) -> bool:

@@ -35,12 +35,11 @@ from maxtext.inference.engine.batches import (
     token_adapters,
 )
 from maxtext.inference.engine.decode_loop import DecodeLoop, StepResult
-from maxtext.inference.engine.drafting import Proposer
+from maxtext.inference.engine.draft_state import DraftState
+from maxtext.inference.engine.drafting import DraftedWeights, Proposer
 from maxtext.inference.engine.grammar_batch import INACTIVE
 from maxtext.inference.engine.model_runner import (
     CachedModelRunner,
-    DraftedModelRunner,
-    DraftedWeights,
     ModelRunner,
     at_last_token,
     is_paged,
@@ -86,31 +85,22 @@ class Programs:
     proposer: Proposer | None = None  # of speculative decoding
 
     @cached_property
-    def target_runner(self) -> ModelRunner:
-        """Without a model that drafts tokens."""
-        return ModelRunner.from_config(self.config, self.template, self.build)
-
-    @cached_property
     def runner(self) -> ModelRunner:
-        return self.with_draft(self.target_runner)
-
-    def with_draft(self, target: ModelRunner) -> ModelRunner:
-        draft = None if self.proposer is None else self.proposer.model_runner
-        if draft is None:
-            return target
-        return DraftedModelRunner(target.config, target.template, target=target, draft=draft)
+        return ModelRunner.from_config(self.config, self.template, self.build, self.taps)
 
     @cached_property
     def decode_runner(self) -> ModelRunner:
-        if self.decode_template is None:
-            return self.runner
-        target = ModelRunner.from_config(self.config, self.decode_template, self.build)
-        return self.with_draft(target)
+        template = self.decode_template
+        return self.runner if template is None else replace(self.runner, template=template)
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return () if self.proposer is None else self.proposer.taps(self.config)
 
     @property
     def has_caches(self) -> bool:
         """Whether a decode step computes the new token only."""
-        return isinstance(self.target_runner, CachedModelRunner)
+        return isinstance(self.runner, CachedModelRunner)
 
     @property
     def num_drafts(self) -> int:
@@ -119,7 +109,7 @@ class Programs:
 
     def with_draft_weights(self, weights: Tree) -> Tree:
         """The weights that programs take: with those of a model that drafts tokens, if any."""
-        draft = None if self.proposer is None else self.proposer.model_weights
+        draft = None if self.proposer is None else self.proposer.weights
         return weights if draft is None else DraftedWeights(weights, draft)
 
     @contextlib.contextmanager
@@ -166,7 +156,7 @@ class Programs:
             positions = jnp.broadcast_to(jnp.arange(token_ids.shape[1]), token_ids.shape)
             inputs = LayerInputs(positions, lengths=lengths, adapter_ids=adapter_ids)
             hidden, _ = self.template.bind(weights).hidden(token_ids, inputs)
-            project = functools.partial(self.target_runner.logits, weights)
+            project = functools.partial(self.runner.logits, weights)
             logprobs = prompt_logprobs(hidden, targets, adapter_ids, project, 1)
             last_hidden = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)
             logits = project(last_hidden, adapter_ids)[:, 0].astype(jnp.float32)
@@ -296,16 +286,23 @@ class Programs:
         return self.jit(write_caches, static_argnums=3, donate_argnums=0)
 
     def run_init_state(self, cache_config: CacheConfig) -> EngineState:
-        history = None
+        slots, caches, drafting = cache_config.slots, self.runner.init_caches(cache_config), None
         if self.proposer is not None:
-            history = jnp.zeros((cache_config.slots, cache_config.length), jnp.int32)
+            caches += self.proposer.init_caches(cache_config)
+            drafting = DraftState.empty(
+                slots,
+                cache_config.length,
+                columns=self.num_drafts + 1,
+                tapped_dim=len(self.taps) * self.config.emb_dim,
+                dtype=self.config.dtype.value,
+            )
         return EngineState(
-            caches=self.runner.init_caches(cache_config),
-            history=history,
-            token_ids=jnp.zeros(cache_config.slots, jnp.int32),
-            positions=jnp.full(cache_config.slots, INACTIVE, jnp.int32),
-            params=BatchedSamplingParams.zeros(cache_config.slots),
-            adapter_ids=jnp.zeros(cache_config.slots, jnp.int32),
+            caches=caches,
+            drafting=drafting,
+            token_ids=jnp.zeros(slots, jnp.int32),
+            positions=jnp.full(slots, INACTIVE, jnp.int32),
+            params=BatchedSamplingParams.zeros(slots),
+            adapter_ids=jnp.zeros(slots, jnp.int32),
         )
 
     def run_prefill(
@@ -330,13 +327,17 @@ class Programs:
             max_segments=max_segments,
             adapter_ids=token_adapters(batch),
         )
-        logits, caches, hidden = self.runner.prefill(
-            weights, state.caches, batch.token_ids, inputs, batch.slots
-        )
+        weights = DraftedWeights.of(weights)
+        caches, others = self.runner.split_caches(state.caches)
+        output = self.runner.prefill(weights.target, caches, batch.token_ids, inputs, batch.slots)
+        if self.proposer is not None:
+            others = self.proposer.prefill(
+                self.runner, weights, others, batch, inputs, output.tapped
+            )
         next_positions = at_last_token(positions, inputs) + 1
         rows = None if processors is None else processors.rows(batch.slots)
         sampled, active = sample_next(
-            logits,
+            output.logits,
             next_positions,
             batch.params,
             mode=batch.mode,
@@ -352,17 +353,22 @@ class Programs:
             processors = processors.set_rows(batch.slots, rows.add_tokens(sampled.tokens))
         if batch.targets is not None:
             scores = prompt_logprobs(
-                hidden,
+                output.hidden,
                 jnp.asarray(batch.targets),
                 inputs.adapter_ids,
-                functools.partial(self.runner.logits, weights),
+                functools.partial(self.runner.logits, weights.target),
                 batch.num_prompt_logprobs,
             )
             sampled = replace(sampled, prompt_logprobs=scores)
         if batch.keeps_logits:
-            sampled = replace(sampled, logits=logits)
+            sampled = replace(sampled, logits=output.logits)
         positions = jnp.where(active, next_positions, INACTIVE)
-        state = start_slots(replace(state, caches=caches), batch, sampled.tokens, positions)
+        drafting = state.drafting
+        if drafting is not None:
+            tapped = None if output.tapped is None else at_last_token(output.tapped, inputs)
+            drafting = drafting.with_slots(batch.slots, batch.history, tapped, next_positions - 1)
+        state = replace(state, caches=[*output.caches, *others], drafting=drafting)
+        state = start_slots(state, batch, sampled.tokens, positions)
         return state, processors, sampled
 
     def run_fork(
@@ -386,7 +392,11 @@ class Programs:
             active=batch.slots < len(state.positions),
         )
         positions = jnp.where(active, batch.positions, INACTIVE)
-        return start_slots(replace(state, caches=caches), batch, sampled.tokens, positions), sampled
+        drafting = state.drafting
+        if drafting is not None:
+            drafting = drafting.with_slots(batch.slots, batch.history)
+        state = replace(state, caches=caches, drafting=drafting)
+        return start_slots(state, batch, sampled.tokens, positions), sampled
 
     def run_decode(
         self,
