@@ -85,7 +85,7 @@ def check_pieces(settings, layout, draw_weights):
             block_table=jnp.array(table),
             contiguous=aligned,
         )
-        return template.bind(weights).step(ids, inputs, caches)
+        return template.bind(weights).step(ids, inputs, caches)[:2]
 
     for number, size in enumerate(PIECES):
         positions = places[:, start : start + size]

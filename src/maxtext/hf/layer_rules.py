@@ -24,6 +24,35 @@ def in_layers(layers: Iterable[int], rules: list[TensorRule]) -> list[TensorRule
     ]
 
 
+def multi_token_rules(
+    layer: int, rules: list[TensorRule], prefix: str, outer: dict[str, str]
+) -> list[TensorRule]:
+    """Rules of a multi-token prediction layer, which has the weights of a layer of the model under
+    a prefix, and others: native name -> HF name.
+    """
+    native = f"mtp/layers/{layer}/"
+
+    def renamed(names: tuple[str, ...], old: str, new: str) -> tuple[str, ...]:
+        return tuple(name.replace(old, new) for name in names)
+
+    return [
+        TensorRule(f"{outer['projection']}.weight", f"{native}projection/weight", "e f -> f e"),
+        *(
+            TensorRule(f"{name}.weight", f"{native}{norm}/scale", "e -> e")
+            for norm, name in outer.items()
+            if norm != "projection"
+        ),
+        *(
+            replace(
+                rule,
+                hf=renamed(rule.hf_names, HF_LAYER, prefix),
+                native=renamed(rule.native_names, f"layers/{LAYER}/", f"{native}block/"),
+            )
+            for rule in rules
+        ),
+    ]
+
+
 def outer_rules(prefix: str = "model.") -> list[TensorRule]:
     """Embedding, final norm and output head."""
     return [

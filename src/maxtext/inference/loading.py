@@ -39,12 +39,12 @@ from maxtext.models.transformer import build_context, initial_weights, make_temp
 from maxtext.sharding import AxisRules
 from maxtext.tokenizers import Tokenizer
 
+MTP_PROJECTIONS = (".eh_proj.weight", "mtp.fc.weight")  # a tensor that each such layer has
 CACHE_LENGTH = "cache_sequence"  # the logical axis of the length of a KV cache
-# PEFT folders, which have the names of their folders, or by name
 TRAINING_KEYS = frozenset[str]().union(
     *(group.model_fields for group in (Optimizer, AdamW, Muon, Preferences, Distillation))
 )
-
+# PEFT folders, which have the names of their folders, or by name
 Folders = Sequence[str | os.PathLike] | Mapping[str, str | os.PathLike] | None
 
 
@@ -78,6 +78,9 @@ def resolve_config(
         return load(path, defaults | overrides)
     if (positions := checkpoint.settings.get("trainable_position_size")) is not None:
         defaults |= derived("max_target_length", positions.value, "learned positions")
+    method = peek_setting("speculative_method", path, overrides, os.environ)
+    if method == "mtp" and (count := num_mtp_layers(checkpoint)):
+        defaults |= derived("mtp_num_layers", count, "the checkpoint")
     bfloat16 = derived("weight_dtype", "bfloat16", "the checkpoint")
     if tensor_dtypes(checkpoint) == {"bfloat16"}:
         defaults |= bfloat16
@@ -85,6 +88,13 @@ def resolve_config(
     if bfloat16.keys() - defaults.keys() and has_bfloat16_weights(checkpoint, config):
         config = load(path, defaults | bfloat16 | overrides, model=checkpoint.model_layer)
     return config
+
+
+def num_mtp_layers(checkpoint: Checkpoint) -> int:
+    """The multi-token prediction layers in a Hugging Face folder."""
+    if checkpoint.mapping is None:
+        return 0
+    return sum(name.endswith(MTP_PROJECTIONS) for name in checkpoint.hf_tensor_names)
 
 
 def tensor_dtypes(checkpoint: Checkpoint) -> set[str]:

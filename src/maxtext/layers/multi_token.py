@@ -8,7 +8,8 @@ With h_0 the output of the model's last layer, before the final norm, and for k 
 
 Embedding and head are shared with the model; the three norms, W_k and the block belong to layer k,
 as in the released weights (enorm, hnorm, shared_head.norm, eh_proj). Those weights take the
-embedding first, unlike equation 21 of the report.
+embedding first, unlike equation 21 of the report, and the models in Hugging Face folders are run
+with `reads_normed`: h_0 is after the model's final norm, and h_k after that of layer k.
 
 If token t+k is after the end of the row or in another document, id 0 is embedded; `mtp_targets`
 masks these positions in the loss, which is the mean over all positions of all K layers:
@@ -43,6 +44,7 @@ class MultiTokenSpec:
     block: Spec  # of each layer: its module maps (x, inputs) to (x, Aux)
     norm: NormSpec
     streams: int = 1  # residual streams of the block (hyper-connections), expanded and collapsed
+    reads_normed: bool = False  # each h is after a norm
 
     def build(
         self,
@@ -63,7 +65,7 @@ class MultiToken(nnx.Module):
         dtype: DTypeLike,
         remat: RematTensors | None = None,
     ):
-        self.remat = remat
+        self.remat, self.reads_normed = remat, spec.reads_normed
         self.layers = nnx.List(
             [
                 MultiTokenLayer(initializer.child(f"layer_{k}"), spec, embed_dim, dtype)
@@ -109,7 +111,7 @@ class MultiTokenLayer(nnx.Module):
     def __init__(
         self, initializer: Initializer, spec: MultiTokenSpec, embed_dim: int, dtype: DTypeLike
     ):
-        self.streams = spec.streams
+        self.streams, self.reads_normed = spec.streams, spec.reads_normed
         self.embedding_norm = Norm(initializer, spec.norm, embed_dim, dtype)
         self.hidden_norm = Norm(initializer, spec.norm, embed_dim, dtype)
         self.projection = build_linear(
@@ -139,7 +141,8 @@ class MultiTokenLayer(nnx.Module):
         else:
             x, aux = block(expand(x, self.streams), inputs)
             x = collapse(x)
-        return x, self.output_norm(x), aux
+        output = self.output_norm(x)
+        return (output if self.reads_normed else x), output, aux
 
 
 def shift_left(values: jax.Array, steps: int) -> jax.Array:

@@ -28,6 +28,9 @@ LAYER_TYPES = {
     "linear_attention": "linear",
 }
 
+# Models with multi-token prediction layers, which folders have as transformers and vLLM run them.
+MTP_AFTER_NORMS = FieldGroup(read=lambda entries: ModelSettings({}, {"mtp_reads_normed": True}))
+
 
 def rope_entry_fields(**defaults: object) -> tuple[Field, ...]:
     """The entries of RoPE, with the defaults in which a family differs from most."""

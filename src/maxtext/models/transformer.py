@@ -207,6 +207,11 @@ class Transformer(nnx.Module):
             x = x + sinusoids(positions, self.embed_dim, self.dtype)
         return x if self.streams == 1 else expand(x, self.streams)
 
+    def mtp_input(self, x: jax.Array) -> jax.Array:
+        """The input of the first MTP layer, of the output of the last layer."""
+        assert self.mtp is not None
+        return self.final_norm(x) if self.mtp.reads_normed else x
+
     def embed(self, ids: jax.Array) -> jax.Array:
         return self.scaled(self.embedder(ids))
 
@@ -295,7 +300,11 @@ def multi_token(
     if not config.mtp_num_layers:
         return None
     spec = MultiTokenSpec(
-        config.mtp_num_layers, mtp_block(config), norm_spec(config), config.mhc_expansion_rate
+        config.mtp_num_layers,
+        mtp_block(config),
+        final_norm(config),
+        streams=config.mhc_expansion_rate,
+        reads_normed=config.architecture.mtp_reads_normed,
     )
     return spec.build(initializer, config.emb_dim, dtype, remat(config))
 

@@ -173,7 +173,9 @@ def language_model_losses(
     head = partial(head_loss_sums, config)
     sums = run_head(head, [(config, template, weights)], x, batch)
     if config.mtp_num_layers:
-        outputs, mtp_aux = model.mtp(x, model.embed, inputs.fold(MTP_KEY), batch["inputs"])
+        outputs, mtp_aux = model.mtp(
+            model.mtp_input(x), model.embed, inputs.fold(MTP_KEY), batch["inputs"]
+        )
         sums["mtp_loss"] = config.mtp_loss_scaling_factor * mtp_loss_sum(
             config, model, outputs, batch
         )
@@ -247,7 +249,7 @@ def eval_loss_sums(
         sums["correct"] = count_correct(config, model, hidden, batch["targets"], mask)
     step = config.mtp_eval_target_module
     if step:
-        outputs, _ = model.mtp(x, model.embed, inputs, batch["inputs"])
+        outputs, _ = model.mtp(model.mtp_input(x), model.embed, inputs, batch["inputs"])
         predicted = jnp.argmax(model.logits(hidden), axis=-1)
         drafted = jnp.argmax(model.logits(outputs[step - 1]), axis=-1)
         num_accepted, num_drafts = count_accepted(predicted, drafted, mtp_mask(batch, step), step)

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from maxtext.inference.engine.batches import NO_TOKEN
-from maxtext.inference.engine.decode_loop import DecodeLoop
 from maxtext.inference.engine.draft_heads import MtpProposer
 from maxtext.inference.engine.engine import InferenceEngine
 from maxtext.layers.inputs import LayerInputs
+from tests.support.drafts import recorded_drafts
 from tests.support.random_requests import (
     HARDEST,
     LAYOUTS,
@@ -48,22 +48,6 @@ def mtp_engine(kind, layout, slots=4):
     programs = compiled(kind, *MTP, *LAYOUTS[layout])
     programs = replace(programs, proposer=MtpProposer(NUM_DRAFTS, config=programs.config))
     return InferenceEngine(programs, random_weights(kind, *MTP), slots, LENGTH)
-
-
-def recorded_drafts(monkeypatch):
-    """The drafts of each step of single sequences, as (position of the newest token, drafts)."""
-    steps = []
-
-    def record(positions, drafts):
-        steps.extend(zip(positions.tolist(), drafts.tolist(), strict=True))
-
-    def draft(self, inputs, draft=DecodeLoop.draft):
-        drafts, state = draft(self, inputs)
-        jax.debug.callback(record, inputs.newest, drafts)
-        return drafts, state
-
-    monkeypatch.setattr(DecodeLoop, "draft", draft)
-    return steps
 
 
 def head_drafts(model, tokens):

@@ -82,9 +82,10 @@ def test_drafts_change_no_token(kind, layout):
     random = np.random.default_rng(5)
     prefixes = random.integers(0, VOCABULARY, (2, 18)).tolist()
     requests = [random_request(random, counts=(1, 30), prefixes=prefixes) for _ in range(9)]
-    requests.append(new_request([1, 2] * 27 + [1], LENGTH - 55))  # up to the longest length
-    expected = reference(compiled(kind), random_weights(kind))
     engine = drafting_engine(kind, *LAYOUTS[layout])
+    # Up to the longest length, which is that of the pool if it has few blocks.
+    requests.append(new_request([1, 2] * 27 + [1], engine.max_length - 55))
+    expected = reference(compiled(kind), random_weights(kind))
     assert serve(engine, requests, random) == [expected(request) for request in requests]
     assert 0 < engine.drafts.num_accepted < engine.drafts.num_drafted
 

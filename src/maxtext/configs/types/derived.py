@@ -29,6 +29,7 @@ class Architecture(BaseModel):
         None  # whether the weights of a token's experts are made to sum to one
     )
     shared_expert_dim: int | None = None  # where it is not shared_experts x moe_mlp_dim
+    mtp_reads_normed: bool = False  # MTP layers read hidden states after norms (`multi_token.py`)
     temperature_scale: float = 0.1  # of temperature_tuning
     temperature_length: int = 8192
 

@@ -240,7 +240,8 @@ class Speculation(Group):
     speculative_method: str = key(
         "",
         "Draft the next tokens and verify them in one step: ngram looks them up among the earlier"
-        " tokens of the sequence, draft asks a smaller model; empty = one token a step",
+        " tokens of the sequence, draft asks a smaller model, mtp the model's own layer for"
+        " multi-token prediction; empty = one token a step",
         choices=("", "ngram", "draft", "mtp", "eagle3"),
     )
     num_speculative_tokens: int = key(

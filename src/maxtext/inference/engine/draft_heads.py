@@ -157,7 +157,7 @@ class MtpHead(DraftHead):
         self.model, self.layer = model, model.mtp.layers[0]
 
     def enter(self, tapped: jax.Array) -> jax.Array:
-        return tapped
+        return self.model.mtp_input(tapped)
 
     def step(
         self, hidden: jax.Array, token_ids: jax.Array, inputs: LayerInputs, caches: Caches

@@ -1,7 +1,5 @@
 """DeepSeek 2, 3 and 3.2; Kimi K2 has the classes of DeepSeek 3."""
 
-from dataclasses import replace
-
 from maxtext.common.errors import UserError
 from maxtext.configs.types import MaxTextConfig
 from maxtext.hf.config_json import (
@@ -22,6 +20,7 @@ from maxtext.hf.layer_rules import (
     PRE_NORMS,
     expert_rules,
     mlp_rules,
+    multi_token_rules,
     norm_rules,
     outer_rules,
 )
@@ -29,6 +28,7 @@ from maxtext.hf.rope_parameters import required, rope_fields, rope_parameters, y
 from maxtext.hf.rules import TensorRule
 from maxtext.hf.schema import BOOL, COUNT, NULL, POSITIVE, SIZE, TEXT, list_of, per_layer
 from maxtext.models.hf_config import (
+    MTP_AFTER_NORMS,
     first_rope,
     has_experts,
     rope_entry,
@@ -36,10 +36,11 @@ from maxtext.models.hf_config import (
     rope_settings,
 )
 
-MULTI_TOKEN_NORMS = {
-    "enorm": "embedding_norm",
-    "hnorm": "hidden_norm",
-    "shared_head.norm": "output_norm",
+MULTI_TOKEN_NAMES = {
+    "projection": "eh_proj",
+    "embedding_norm": "enorm",
+    "hidden_norm": "hnorm",
+    "output_norm": "shared_head.norm",
 }
 BUFFERS = (r".*rotary_emb\.inv_freq",)  # in Kimi K2's folders
 
@@ -124,7 +125,7 @@ def write_mlp_types(config: MaxTextConfig, layers: LayerSpecs) -> Json:
 
 
 def deepseek_rules(config: MaxTextConfig, layers: LayerSpecs) -> list[TensorRule]:
-    return [*outer_rules(), *layer_rules(), *multi_token_rules(config, layer_rules())]
+    return [*outer_rules(), *layer_rules(), *numbered_mtp_rules(config, layer_rules())]
 
 
 def layer_rules() -> list[TensorRule]:
@@ -165,25 +166,14 @@ def routed_mlp_rules() -> list[TensorRule]:
     ]
 
 
-def multi_token_rules(config: MaxTextConfig, layer_rules: list[TensorRule]) -> list[TensorRule]:
-    """Rules of the multi-token prediction layers (mtp_num_layers), which are numbered after the
-    decoder layers and have their weights, with `layer_rules`, and a few more.
-    """
-    rules = []
+def numbered_mtp_rules(config: MaxTextConfig, rules: list[TensorRule]) -> list[TensorRule]:
+    """Multi-token prediction layers are numbered after the decoder layers."""
+    first, mtp_rules = config.num_decoder_layers, []
     for layer in range(config.mtp_num_layers):
-        hf, native = f"model.layers.{config.num_decoder_layers + layer}.", f"mtp/layers/{layer}/"
-        rules.append(TensorRule(f"{hf}eh_proj.weight", f"{native}projection/weight", "e f -> f e"))
-        for hf_norm, native_norm in MULTI_TOKEN_NORMS.items():
-            rules.append(
-                TensorRule(f"{hf}{hf_norm}.weight", f"{native}{native_norm}/scale", "e -> e")
-            )
-        for rule in layer_rules:
-            hf_names = tuple(name.replace(HF_LAYER, hf) for name in rule.hf_names)
-            native_names = tuple(
-                name.replace("layers/{i}/", f"{native}block/") for name in rule.native_names
-            )
-            rules.append(replace(rule, hf=hf_names, native=native_names))
-    return rules
+        prefix = f"model.layers.{first + layer}."
+        outer = {native: f"{prefix}{name}" for native, name in MULTI_TOKEN_NAMES.items()}
+        mtp_rules += multi_token_rules(layer, rules, prefix, outer)
+    return mtp_rules
 
 
 def ignored_layers(config: MaxTextConfig) -> tuple[str, ...]:
@@ -277,6 +267,7 @@ def experts3(*aliases: str) -> tuple[Field | FieldGroup, ...]:
             read_routing3,
             write_routing3,
         ),
+        MTP_AFTER_NORMS,
         Field("scoring_func", supported=(None, "sigmoid")),
         Field("topk_method", supported=(None, "noaux_tc"), kind=TEXT | NULL),
         Field("moe_layer_freq", supported=(None, 1)),

@@ -21,15 +21,15 @@ from maxtext.hf.rules import TensorRule
 from maxtext.models.deepseek.hf import (
     expert_fields,
     ignored_layers,
-    multi_token_rules,
+    numbered_mtp_rules,
     routed_mlp_rules,
 )
-from maxtext.models.hf_config import uniform_rope
+from maxtext.models.hf_config import MTP_AFTER_NORMS, uniform_rope
 
 
 def glm4_moe_rules(config: MaxTextConfig, layers: LayerSpecs) -> list[TensorRule]:
     layer_rules = [*norm_rules(PRE_NORMS), *attention_rules(config), *routed_mlp_rules()]
-    return [*outer_rules(), *layer_rules, *multi_token_rules(config, layer_rules)]
+    return [*outer_rules(), *layer_rules, *numbered_mtp_rules(config, layer_rules)]
 
 
 GLM4_MOE = HfMapping(
@@ -62,6 +62,7 @@ GLM4_MOE = HfMapping(
             num_dense=1,
         ),
         bool_field("norm_topk_prob", "norm_topk_prob", True),
+        MTP_AFTER_NORMS,
         FieldGroup(
             (Field("num_nextn_predict_layers"),),  # which transformers' model does not have
             write=lambda config, layers: {"num_nextn_predict_layers": config.mtp_num_layers},

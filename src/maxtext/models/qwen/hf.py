@@ -25,6 +25,7 @@ from maxtext.hf.layer_rules import (
     expert_rules,
     in_layers,
     mlp_rules,
+    multi_token_rules,
     norm_rules,
     outer_rules,
 )
@@ -32,6 +33,7 @@ from maxtext.hf.rules import TensorRule
 from maxtext.hf.schema import BOOL, COUNT, NULL, SIZE, list_of
 from maxtext.models.hf_config import (
     LAYER_TYPES_FIELD,
+    MTP_AFTER_NORMS,
     every_nth,
     has_experts,
     layer_kinds,
@@ -126,14 +128,16 @@ def delta_net_rules(
         TensorRule(f"{net}norm.weight", f"{native}norm/scale", "d -> d"),
         TensorRule(f"{net}out_proj.weight", f"{native}out/weight", "e (k w) -> k w e"),
     ]
-    return [
+    others = [*norm_rules(PRE_NORMS), *mlp_rules(), *moe_rules()]
+    rules = [
         *outer_rules(),
-        *norm_rules(PRE_NORMS),
+        *others,
         *in_layers([i for i, attend in enumerate(attends) if attend], full_attention),
         *in_layers([i for i, attend in enumerate(attends) if not attend], linear_attention),
-        *mlp_rules(),
-        *moe_rules(),
     ]
+    if config.mtp_num_layers:
+        rules += multi_token_rules(0, [*others, *full_attention], "mtp.layers.0.", MTP_NAMES)
+    return rules
 
 
 def qwen3_next_rules(config: MaxTextConfig, layers: LayerSpecs) -> list[TensorRule]:
@@ -219,6 +223,7 @@ def expert_fields(
 
 DELTA_NET_FIELDS = (
     ATTENTION_BIAS,
+    MTP_AFTER_NORMS,
     # Gated DeltaNets also apply it to their convolutions and gates.
     replace(activation_field(), supported=("silu", "swish")),
     uniform_rope(partial=True, required=False, partial_rotary_factor=0.25),
@@ -245,7 +250,13 @@ SHARED_EXPERT = FieldGroup(
         {}, {"shared_expert_dim": entries["shared_expert_intermediate_size"]}
     ),
 )
-MTP = (r"mtp\..*",)  # multi-token prediction layers, which transformers does not load either
+MTP = (r"mtp\..*",)  # multi-token prediction layers, unless the model has some (mtp_num_layers)
+MTP_NAMES = {
+    "projection": "mtp.fc",
+    "embedding_norm": "mtp.pre_fc_norm_embedding",
+    "hidden_norm": "mtp.pre_fc_norm_hidden",
+    "output_norm": "mtp.norm",
+}
 
 QWEN2 = HfMapping(
     architectures=("Qwen2ForCausalLM",),

@@ -8,8 +8,9 @@ import pytest
 
 from maxtext.checkpoint.open import model_param_infos
 from maxtext.checkpoint.weights import ModelWeights, load_weights
-from maxtext.common.errors import UserError
+from maxtext.common.errors import ConfigError, UserError
 from maxtext.common.trees import flatten_dict
+from maxtext.inference.engine.memory import free_memory
 from maxtext.inference.llm import LLM
 from maxtext.inference.requests import GenerationRequest
 from maxtext.inference.sampling.params import SamplingParams
@@ -231,10 +232,21 @@ def test_limits_of_the_sampler_change_no_text(context, weights, rollouts):
     assert [each.token_ids for each in completions] == [each.token_ids for each in rollouts]
     assert max(chunks) <= 3
     assert sum(chunks) == sum(map(len, PROMPTS))
-    tiny = context.config.model_copy(update=limits | {"hbm_utilization_vllm": 1e-12})
-    sampler = Sampler(tiny, context.template, context.rules)
-    sampler.sync(weights, len(PROMPTS))
-    assert sampler.engine.cache_config.slots == 1
+
+
+def test_the_sampler_has_as_many_slots_as_fit(context, weights):
+    limits = {"use_grpo": True, "kv_cache_buffer": 5, "max_num_batched_tokens": 3}
+
+    def executor(fraction):
+        config = context.config.model_copy(update=limits | {"hbm_utilization_vllm": fraction})
+        sampler = Sampler(config, context.template, context.rules)
+        sampler.sync(weights, len(PROMPTS))
+        return sampler.engine.executor
+
+    one = executor(0.5).total_bytes / len(PROMPTS)
+    assert executor(1.5 * one / free_memory(1.0)).cache_config.slots == 1
+    with pytest.raises(ConfigError, match="caches for a sequence of 21 tokens need"):
+        executor(1e-12)
 
 
 def test_failed_syncs_are_errors(weights):
