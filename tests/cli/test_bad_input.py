@@ -46,13 +46,9 @@ CASES = {
         ["speculative_method=draft"],
         ["speculative_method=draft needs a model that drafts: set speculative_model_path"],
     ),
-    "drafts by the layers of MTP": (
-        ["speculative_method=mtp"],
-        ["speculative_method=mtp is not implemented: use ngram or draft"],
-    ),
-    "drafts by EAGLE": (
+    "an EAGLE-3 head without a folder": (
         ["speculative_method=eagle3"],
-        ["speculative_method=eagle3 is not implemented: use ngram or draft"],
+        ["speculative_method=eagle3 needs a head that drafts: set speculative_model_path"],
     ),
     "an unknown proposer": (
         ["speculative_method=medusa"],

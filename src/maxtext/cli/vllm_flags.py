@@ -66,6 +66,8 @@ def speculative_overrides(value: str) -> list[str]:
         if not isinstance(entry, str | int) or isinstance(entry, bool):
             raise ConfigError(f"{flag}: {name} must be a number or a text")
     keys = {SPECULATIVE_KEYS[name]: entry for name, entry in settings.items()}
+    if str(method).endswith("_mtp"):  # vLLM also names the family
+        method = "mtp"
     keys["speculative_method"] = "draft" if method == "draft_model" else str(method)
     return [f"{key}={entry}" for key, entry in keys.items()]
 

@@ -13,6 +13,7 @@ from maxtext.configs import types
 from maxtext.configs.provenance import Layer, Setting, Source
 from maxtext.configs.serialize import plain
 from maxtext.configs.types import MaxTextConfig
+from maxtext.inference.eagle import load_eagle_head
 from maxtext.inference.engine.draft_heads import MtpProposer
 from maxtext.inference.engine.drafting import DraftModelProposer, NgramProposer, Proposer
 from maxtext.inference.engine.model import InferenceModel
@@ -59,6 +60,8 @@ def load_drafts(
         return load_draft_model(config, rules, checkpoint)
     if method == "mtp":
         return mtp_proposer(config)
+    if method == "eagle3":
+        return load_eagle_head(config, rules, shared_keys(config))
     return NgramProposer(
         config.num_speculative_tokens,
         max_length=config.prompt_lookup_max,

@@ -100,10 +100,9 @@ def learned_positions_cover_the_sequence(settings: Settings) -> str | None:
 @rule("speculative_method")
 def drafts_have_a_source(settings: Settings) -> str | None:
     method, path = settings.speculative_method, settings.speculative_model_path
-    if method == "eagle3":
-        return f"speculative_method={method} is not implemented: use ngram, draft or mtp"
-    if method == "draft" and not path:
-        return "speculative_method=draft needs a model that drafts: set speculative_model_path"
+    if method in ("draft", "eagle3") and not path:
+        part = "model" if method == "draft" else "head"
+        return f"speculative_method={method} needs a {part} that drafts: set speculative_model_path"
     if method and (settings.use_grpo or samples_completions(settings)):
         return (
             f"speculative_method={method} is for serving: completions for training are sampled in "

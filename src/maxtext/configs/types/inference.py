@@ -241,7 +241,7 @@ class Speculation(Group):
         "",
         "Draft the next tokens and verify them in one step: ngram looks them up among the earlier"
         " tokens of the sequence, draft asks a smaller model, mtp the model's own layer for"
-        " multi-token prediction; empty = one token a step",
+        " multi-token prediction, eagle3 an EAGLE-3 head; empty = one token a step",
         choices=("", "ngram", "draft", "mtp", "eagle3"),
     )
     num_speculative_tokens: int = key(
@@ -255,8 +255,8 @@ class Speculation(Group):
     )
     speculative_model_path: str = key(
         "",
-        "Folder, or org/name of the Hugging Face Hub, of the model that drafts for "
-        "speculative_method=draft",
+        "Folder, or org/name of the Hugging Face Hub, of the model or head that drafts for "
+        "speculative_method=draft or eagle3",
         is_path=True,
         needs=DRAFT_MODEL,
     )

@@ -213,7 +213,9 @@ NO_PREFERENCES = Need(
     "a loss of next tokens: losses of use_dpo compare completions, as do those of num_labels",
 )
 NGRAM_DRAFTS = Need(lambda s: s.speculative_method == "ngram", "speculative_method=ngram")
-DRAFT_MODEL = Need(lambda s: s.speculative_method == "draft", "speculative_method=draft")
+DRAFT_MODEL = Need(
+    lambda s: s.speculative_method in ("draft", "eagle3"), "speculative_method=draft or eagle3"
+)
 ORPO = Need(lambda s: s.dpo_loss_type == "orpo", "dpo_loss_type=orpo")
 SIMPO = Need(lambda s: s.dpo_loss_type == "simpo", "dpo_loss_type=simpo")
 ADAPTERS = Need(lambda s: s.lora_rank or s.lora_restore_path, "lora_rank or lora_restore_path")

@@ -1,5 +1,5 @@
 """Heads that draft tokens from what a model tapped at the tokens before: multi-token prediction
-layers.
+layers, and EAGLE-3 heads.
 
 Shapes: B rows of a batch, C columns, K drafted tokens, E embed_dim, V vocabulary, n E what a model
 taps at a token.
@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from maxtext.common.types import Tree
 from maxtext.configs.types import MaxTextConfig
 from maxtext.inference.engine.batches import EngineState, PrefillBatch
 from maxtext.inference.engine.drafting import DraftedWeights, DraftInputs, DraftSampler, Proposer
@@ -20,6 +21,8 @@ from maxtext.inference.engine.model_runner import ModelRunner, at_last_token
 from maxtext.layers.adapters import use_adapter_inputs
 from maxtext.layers.cache import CacheConfig
 from maxtext.layers.inputs import LayerInputs
+from maxtext.layers.parameters import Template
+from maxtext.layers.specs import AttentionSpec
 from maxtext.models.registry import layers
 from maxtext.models.transformer import Caches, Transformer, mtp_block
 
@@ -186,3 +189,49 @@ class MtpProposer(HeadProposer):
 
     def head(self, runner: ModelRunner, weights: DraftedWeights) -> MtpHead:
         return MtpHead(runner.template.bind(weights.target))
+
+
+class EagleHead(DraftHead):
+    """An EAGLE-3 head; `weights` may have an embedding of their own."""
+
+    def __init__(self, template: Template, weights: Tree, model: Transformer, vocab_size: int):
+        self.eagle, self.weights = template.bind(weights["head"]), weights
+        self.model, self.vocab_size = model, vocab_size
+
+    def enter(self, tapped: jax.Array) -> jax.Array:
+        return self.eagle.fuse(tapped)
+
+    def step(
+        self, hidden: jax.Array, token_ids: jax.Array, inputs: LayerInputs, caches: Caches
+    ) -> HeadOutput:
+        inputs = replace(inputs, cache=caches[0], adapter_ids=None)
+        with use_adapter_inputs(inputs):
+            if "embedding" in self.weights:
+                embedded = self.weights["embedding"][token_ids].astype(hidden.dtype)
+            else:
+                embedded = self.model.embedder(token_ids).astype(hidden.dtype)
+            hidden, logits_input, aux = self.eagle(hidden, embedded, inputs)
+        return HeadOutput(hidden, logits_input, [aux["cache"]])
+
+    def logits(self, x: jax.Array) -> jax.Array:
+        return self.eagle.logits(x, self.weights["token_ids"], self.vocab_size)
+
+
+@dataclass(frozen=True)
+class EagleProposer(HeadProposer):
+    """Drafts of an EAGLE-3 head, from the residuals after these numbers of layers."""
+
+    template: Template
+    attention: AttentionSpec
+    layer_outputs: tuple[int, ...]
+    vocab_size: int
+
+    def taps(self, config: MaxTextConfig) -> tuple[int, ...]:
+        return self.layer_outputs
+
+    def init_caches(self, cache_config: CacheConfig) -> Caches:
+        return [self.attention.cache(cache_config)]
+
+    def head(self, runner: ModelRunner, weights: DraftedWeights) -> EagleHead:
+        model = runner.template.bind(weights.target)
+        return EagleHead(self.template, weights.draft, model, self.vocab_size)
