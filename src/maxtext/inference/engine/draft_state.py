@@ -1,4 +1,4 @@
-"""What the device holds of each slot to draft tokens from.
+"""The arrays on the device from which tokens are drafted.
 
 Shapes: N slots, B or R rows of a batch, C columns, L tokens of the longest sequence, K drafted
 tokens, n E what a model taps at a token.

@@ -59,7 +59,7 @@ class ModelRunner(ABC):
     def num_caches(self) -> int: ...
 
     def split_caches(self, caches: Caches) -> tuple[Caches, Caches]:
-        """Those of the model, and others after them."""
+        """The caches of the model, and others after them."""
         return caches[: self.num_caches], caches[self.num_caches :]
 
     @abstractmethod

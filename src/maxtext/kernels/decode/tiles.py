@@ -1,4 +1,4 @@
-"""What a program of a decode kernel computes at a time."""
+"""The part of a product that a program of a decode kernel computes at a time."""
 
 from dataclasses import dataclass
 
