@@ -3,6 +3,7 @@
 import copy
 
 import jax
+import peft
 import pytest
 import torch
 import transformers
@@ -50,6 +51,7 @@ def folder(tmp_path_factory):
     """DeepSeek 3 with a layer beyond the last, as published."""
     where = tmp_path_factory.mktemp("deepseek")
     config = transformers.DeepseekV3Config(**DEEPSEEK)
+    torch.manual_seed(3)
 
     def saved(config, name):
         model = transformers.DeepseekV3ForCausalLM(config)
@@ -169,3 +171,20 @@ def test_drafts_of_qwen(kind, tmp_path, monkeypatch):
     assert {name for name in written if name.startswith("mtp.")} == added.keys()
     for name, tensor in added.items():
         assert written[name].equal(tensor), name
+
+
+@pytest.mark.slow
+def test_drafts_with_adapters(folder, tmp_path):
+    """Of sequences with an adapter and without in one batch, in the layer that drafts as well."""
+    prompts, options = [PROMPT, PROMPT, PROMPT[:3]], dict(max_new_tokens=12, ignore_eos=True)
+    config = peft.LoraConfig(
+        r=4, lora_alpha=64, target_modules=["o_proj", "down_proj"], init_lora_weights=False
+    )
+    torch.manual_seed(1)
+    peft.get_peft_model(hf_model(folder), config).save_pretrained(tmp_path / "lora")
+    keys = SETTINGS | dict(adapters=[tmp_path / "lora"])
+    expected = LLM.load(folder, **keys).generate(prompts, adapter=["lora", "", "lora"], **options)
+    assert expected[0] != expected[1]
+    llm = LLM.load(folder, **keys, speculative_method="mtp", num_speculative_tokens=2)
+    assert llm.generate(prompts, adapter=["lora", "", "lora"], **options) == expected
+    assert llm.engine.drafts.num_drafted > 0

@@ -110,7 +110,8 @@ class DecodeLoop:
         mask = None if batch.grammar is None else first_mask(jnp.asarray(batch.grammar.mask), step)
         weights, drafts = DraftedWeights.of(weights), None
         if self.proposer is not None:
-            inputs = DraftInputs(self.runner, weights, state, batch, processors, mask)
+            adapter_ids = state.adapter_ids if self.has_adapters else None
+            inputs = DraftInputs(self.runner, weights, state, batch, processors, mask, adapter_ids)
             if batch.num_drafts:
                 drafts, state = self.draft(inputs)
             else:

@@ -18,7 +18,7 @@ from maxtext.inference.engine.batches import EngineState, PrefillBatch
 from maxtext.inference.engine.drafting import DraftedWeights, DraftInputs, DraftSampler, Proposer
 from maxtext.inference.engine.grammar_batch import INACTIVE
 from maxtext.inference.engine.model_runner import ModelRunner, at_last_token
-from maxtext.layers.adapters import use_adapter_inputs
+from maxtext.layers.adapters import AdapterInputs, use_adapter_inputs
 from maxtext.layers.cache import CacheConfig
 from maxtext.layers.inputs import LayerInputs
 from maxtext.layers.parameters import Template
@@ -49,8 +49,8 @@ class DraftHead(ABC):
         """Of hidden states [B, C, E] at the positions of the inputs, and the tokens after these."""
 
     @abstractmethod
-    def logits(self, x: jax.Array) -> jax.Array:
-        """[B, C, E] to the logits [B, C, V] of the model's vocabulary."""
+    def logits(self, x: jax.Array, adapter_ids: jax.Array | None) -> jax.Array:
+        """[B, C, E] to the logits [B, C, V] of the model's vocabulary, with adapters [B]."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class HeadProposer(Proposer):
 
         def draft_token(carry: tuple, index: jax.Array) -> tuple[tuple, jax.Array]:
             output, positions, processors = carry
-            logits = head.logits(output.logits_input)[:, 0]
+            logits = head.logits(output.logits_input, inputs.adapter_ids)[:, 0]
             tokens, sampler = DraftSampler(inputs, positions, processors).sample(logits, index)
             layer_inputs = inputs.layer_inputs(positions[:, None])
             next_tokens = jnp.maximum(tokens, 0)[:, None]
@@ -129,7 +129,7 @@ class HeadProposer(Proposer):
         carry: Any = (output, newest, inputs.processors)
         carry, drafts = jax.lax.scan(draft_token, carry, jnp.arange(self.num_tokens - 1))
         output, positions, processors = carry
-        logits = head.logits(output.logits_input)[:, 0]
+        logits = head.logits(output.logits_input, inputs.adapter_ids)[:, 0]
         sampler = DraftSampler(inputs, positions, processors)
         last, _ = sampler.sample(logits, self.num_tokens - 1)
         return jnp.concatenate([drafts, last[None]]).T, inputs.with_caches(output.caches)
@@ -171,8 +171,9 @@ class MtpHead(DraftHead):
             hidden, logits_input, aux = self.layer(hidden, embedded, inputs)
         return HeadOutput(hidden, logits_input, [aux["cache"]])
 
-    def logits(self, x: jax.Array) -> jax.Array:
-        return self.model.logits(x)
+    def logits(self, x: jax.Array, adapter_ids: jax.Array | None) -> jax.Array:
+        with use_adapter_inputs(AdapterInputs(adapter_ids)):
+            return self.model.logits(x)
 
 
 @dataclass(frozen=True)
@@ -204,16 +205,17 @@ class EagleHead(DraftHead):
     def step(
         self, hidden: jax.Array, token_ids: jax.Array, inputs: LayerInputs, caches: Caches
     ) -> HeadOutput:
+        if "embedding" in self.weights:
+            embedded = self.weights["embedding"][token_ids]
+        else:
+            with use_adapter_inputs(inputs):
+                embedded = self.model.embedder(token_ids)
         inputs = replace(inputs, cache=caches[0], adapter_ids=None)
         with use_adapter_inputs(inputs):
-            if "embedding" in self.weights:
-                embedded = self.weights["embedding"][token_ids].astype(hidden.dtype)
-            else:
-                embedded = self.model.embedder(token_ids).astype(hidden.dtype)
-            hidden, logits_input, aux = self.eagle(hidden, embedded, inputs)
+            hidden, logits_input, aux = self.eagle(hidden, embedded.astype(hidden.dtype), inputs)
         return HeadOutput(hidden, logits_input, [aux["cache"]])
 
-    def logits(self, x: jax.Array) -> jax.Array:
+    def logits(self, x: jax.Array, adapter_ids: jax.Array | None) -> jax.Array:
         return self.eagle.logits(x, self.weights["token_ids"], self.vocab_size)
 
 

@@ -46,6 +46,7 @@ class DraftInputs(NamedTuple):
     batch: DecodeBatch
     processors: ProcessorState | None  # with the rows of the state
     mask: jax.Array | None  # [B, W]: the tokens that may come first
+    adapter_ids: jax.Array | None = None  # [B]; None: the model has no adapters
 
     @property
     def newest(self) -> jax.Array:
@@ -63,6 +64,7 @@ class DraftInputs(NamedTuple):
             block_table=jnp.asarray(self.batch.block_tables),
             contiguous=self.batch.contiguous,
             max_kv_len=self.batch.kv_len,
+            adapter_ids=self.adapter_ids,
         )
 
     def with_caches(self, caches: Caches) -> EngineState:
@@ -186,7 +188,7 @@ class DraftModelProposer(Proposer):
     def decode(
         self, inputs: DraftInputs, caches: Caches, token_ids: jax.Array, positions: jax.Array
     ) -> ModelOutput:
-        layer_inputs = inputs.layer_inputs(positions[:, None])
+        layer_inputs = replace(inputs.layer_inputs(positions[:, None]), adapter_ids=None)
         token_ids = jnp.maximum(token_ids, 0)[:, None]
         return self.model_runner.decode(inputs.weights.draft, caches, token_ids, layer_inputs)
 
