@@ -22,9 +22,13 @@ Shapes: B batch, S sequence, H heads (as many for keys as for values), Dk key di
 chunk, N chunks, W convolution width.
 """
 
+import functools
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import DTypeLike
 
 
 def einsum(pattern: str, *arrays: Array) -> Array:
@@ -154,7 +158,7 @@ def gated_delta_rule(
         return new_state, (state, writes)
 
     chunks = (value_writes, state_keys, k * end_decay[..., None], start_decay[..., -1])
-    state, (states, writes) = jax.lax.scan(advance, state, chunks)
+    state, (states, writes) = scan_late(advance, state, chunks)
     out = einsum("nbhck,nbhkv->nbhcv", q * start_decay[..., None], states)
     out += einsum("...ij,...jv->...iv", einsum("...id,...jd->...ij", q, k) * pair_decay, writes)
     return merge_chunks(out)[:, :length].astype(dtype), state
@@ -257,9 +261,45 @@ def small_unit_lower_inverse(strict: Array) -> Array:
     return inverse
 
 
+Step = Callable[[Array, tuple[Array, ...]], tuple[Array, tuple[Array, ...]]]
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def scan_late(step: Step, state: Array, xs: tuple[Array, ...]) -> tuple[Array, tuple[Array, ...]]:
+    """`jax.lax.scan`, whose outputs get their memory when `xs` are there. XLA for GPUs fills those
+    of all scans of a program at its start: in a prefill, the states of all chunks of all layers.
+    """
+    first = tuple(x[0] for x in xs)
+    _, shapes = jax.eval_shape(step, state, first)
+    outputs = tuple(late_zeros((len(xs[0]), *y.shape), y.dtype, xs[0]) for y in shapes)
+
+    def run(index: Array, carry: tuple) -> tuple:
+        state, outputs = carry
+        x = tuple(jax.lax.dynamic_index_in_dim(x, index, keepdims=False) for x in xs)
+        state, new = step(state, x)
+        outputs = tuple(
+            jax.lax.dynamic_update_index_in_dim(old, y, index, 0)
+            for old, y in zip(outputs, new, strict=True)
+        )
+        return state, outputs
+
+    return jax.lax.fori_loop(0, len(xs[0]), run, (state, outputs))
+
+
+@scan_late.defjvp
+def _(step: Step, primals: tuple, tangents: tuple) -> tuple:
+    return jax.jvp(lambda state, xs: jax.lax.scan(step, state, xs), primals, tangents)
+
+
+def late_zeros(shape: tuple[int, ...], dtype: DTypeLike, x: Array) -> Array:
+    """Zeros that XLA cannot create before x is there."""
+    zero, _ = jax.lax.optimization_barrier((jnp.zeros((), dtype), x))
+    return jnp.broadcast_to(zero, shape)
+
+
 def float32_state(k: Array, v: Array, initial_state: Array | None) -> Array:
     if initial_state is None:
-        return jnp.zeros((k.shape[0], *k.shape[2:], v.shape[-1]), jnp.float32)
+        return late_zeros((k.shape[0], *k.shape[2:], v.shape[-1]), jnp.float32, k)
     return initial_state.astype(jnp.float32)
 
 

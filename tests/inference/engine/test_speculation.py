@@ -94,7 +94,7 @@ def test_drafts_change_no_token(kind, layout):
 @pytest.mark.usefixtures("few_programs")
 def test_programs_for_some_of_the_slots(monkeypatch):
     """With penalties, whose counts of tokens are selected with the slots."""
-    monkeypatch.setattr("maxtext.inference.engine.executor.MIN_DECODE_ROWS", 1)
+    monkeypatch.setattr("maxtext.inference.engine.layout.MIN_DECODE_ROWS", 1)
     requests = [
         new_request([1, 2, 3] * 3, count, temperature, seed=count, repetition_penalty=1.2)
         for count, temperature in ((4, 0.0), (11, 1.0), (21, 0.0), (30, 1.0))
