@@ -14,8 +14,14 @@ import jax.numpy as jnp
 
 from maxtext.common.types import Tree
 from maxtext.configs.types import MaxTextConfig
-from maxtext.inference.engine.batches import EngineState, PrefillBatch
-from maxtext.inference.engine.drafting import DraftedWeights, DraftInputs, DraftSampler, Proposer
+from maxtext.inference.engine.batches import EngineState
+from maxtext.inference.engine.drafting import (
+    DraftedWeights,
+    DraftInputs,
+    DraftPrefill,
+    DraftSampler,
+    Proposer,
+)
 from maxtext.inference.engine.grammar_batch import INACTIVE
 from maxtext.inference.engine.model_runner import ModelRunner, at_last_token
 from maxtext.layers.adapters import AdapterInputs, use_adapter_inputs
@@ -60,17 +66,10 @@ class HeadProposer(Proposer):
     @abstractmethod
     def head(self, runner: ModelRunner, weights: DraftedWeights) -> DraftHead: ...
 
-    def prefill(
-        self,
-        runner: ModelRunner,
-        weights: DraftedWeights,
-        caches: Caches,
-        batch: PrefillBatch,
-        inputs: LayerInputs,
-        tapped: jax.Array | None,
-    ) -> Caches:
+    def prefill(self, prompts: DraftPrefill) -> Caches:
         """All tokens of the batch but the last ones of complete prompts, after which there is
         none yet."""
+        runner, weights, caches, batch, inputs, tapped = prompts
         assert tapped is not None
         assert batch.history is not None
         positions = inputs.positions

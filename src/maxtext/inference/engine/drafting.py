@@ -73,6 +73,15 @@ class DraftInputs(NamedTuple):
         return replace(self.state, caches=[*own, *caches])
 
 
+class DraftPrefill(NamedTuple):
+    runner: ModelRunner  # as in `DraftInputs`
+    weights: DraftedWeights
+    caches: Caches  # of the proposer
+    batch: PrefillBatch
+    inputs: LayerInputs  # of the model's prefill
+    tapped: jax.Array | None  # [R, C, n E], in that prefill
+
+
 @dataclass(frozen=True)
 class Proposer(ABC):
     """Its caches follow those of the model that verifies the drafts. All have the same tokens, and
@@ -99,18 +108,9 @@ class Proposer(ABC):
     def init_caches(self, cache_config: CacheConfig) -> Caches:
         return []
 
-    def prefill(
-        self,
-        runner: ModelRunner,
-        weights: DraftedWeights,
-        caches: Caches,
-        batch: PrefillBatch,
-        inputs: LayerInputs,
-        tapped: jax.Array | None,
-    ) -> Caches:
-        """The proposer's caches with the tokens of a batch; `inputs` are those of the model's
-        prefill, in which `tapped` [R, C, n E] were."""
-        return caches
+    def prefill(self, prompts: DraftPrefill) -> Caches:
+        """The proposer's caches with the tokens of the prompts."""
+        return prompts.caches
 
 
 @dataclass(frozen=True)
@@ -170,18 +170,10 @@ class DraftModelProposer(Proposer):
     def init_caches(self, cache_config: CacheConfig) -> Caches:
         return self.model_runner.init_caches(cache_config)
 
-    def prefill(
-        self,
-        runner: ModelRunner,
-        weights: DraftedWeights,
-        caches: Caches,
-        batch: PrefillBatch,
-        inputs: LayerInputs,
-        tapped: jax.Array | None,
-    ) -> Caches:
-        inputs = replace(inputs, adapter_ids=None)
+    def prefill(self, prompts: DraftPrefill) -> Caches:
+        batch, inputs = prompts.batch, replace(prompts.inputs, adapter_ids=None)
         output = self.model_runner.prefill(
-            weights.draft, caches, batch.token_ids, inputs, batch.slots
+            prompts.weights.draft, prompts.caches, batch.token_ids, inputs, batch.slots
         )
         return output.caches
 

@@ -36,7 +36,7 @@ from maxtext.inference.engine.batches import (
 )
 from maxtext.inference.engine.decode_loop import DecodeLoop, StepResult
 from maxtext.inference.engine.draft_state import DraftState
-from maxtext.inference.engine.drafting import DraftedWeights, Proposer
+from maxtext.inference.engine.drafting import DraftedWeights, DraftPrefill, Proposer
 from maxtext.inference.engine.grammar_batch import INACTIVE
 from maxtext.inference.engine.model_runner import (
     CachedModelRunner,
@@ -332,7 +332,7 @@ class Programs:
         output = self.runner.prefill(weights.target, caches, batch.token_ids, inputs, batch.slots)
         if self.proposer is not None:
             others = self.proposer.prefill(
-                self.runner, weights, others, batch, inputs, output.tapped
+                DraftPrefill(self.runner, weights, others, batch, inputs, output.tapped)
             )
         next_positions = at_last_token(positions, inputs) + 1
         rows = None if processors is None else processors.rows(batch.slots)
