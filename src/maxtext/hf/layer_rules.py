@@ -6,7 +6,7 @@ from dataclasses import replace
 from maxtext.configs.types import MaxTextConfig
 from maxtext.hf.rules import LAYER, TensorRule
 
-HF_LAYER = "model.layers.{i}."
+HF_LAYER, NATIVE_LAYER = "model.layers.{i}.", "layers/{i}/"
 
 
 def in_layers(layers: Iterable[int], rules: list[TensorRule]) -> list[TensorRule]:
@@ -24,6 +24,20 @@ def in_layers(layers: Iterable[int], rules: list[TensorRule]) -> list[TensorRule
     ]
 
 
+def renamed_rules(
+    rules: list[TensorRule], hf: tuple[str, str], native: tuple[str, str]
+) -> list[TensorRule]:
+    """With a part of the names on each side, (old, new), replaced."""
+
+    def renamed(names: tuple[str, ...], parts: tuple[str, str]) -> tuple[str, ...]:
+        return tuple(name.replace(*parts) for name in names)
+
+    return [
+        replace(rule, hf=renamed(rule.hf_names, hf), native=renamed(rule.native_names, native))
+        for rule in rules
+    ]
+
+
 def multi_token_rules(
     layer: int, rules: list[TensorRule], prefix: str, outer: dict[str, str]
 ) -> list[TensorRule]:
@@ -31,10 +45,6 @@ def multi_token_rules(
     a prefix, and others: native name -> HF name.
     """
     native = f"mtp/layers/{layer}/"
-
-    def renamed(names: tuple[str, ...], old: str, new: str) -> tuple[str, ...]:
-        return tuple(name.replace(old, new) for name in names)
-
     return [
         TensorRule(f"{outer['projection']}.weight", f"{native}projection/weight", "e f -> f e"),
         *(
@@ -42,14 +52,7 @@ def multi_token_rules(
             for norm, name in outer.items()
             if norm != "projection"
         ),
-        *(
-            replace(
-                rule,
-                hf=renamed(rule.hf_names, HF_LAYER, prefix),
-                native=renamed(rule.native_names, f"layers/{LAYER}/", f"{native}block/"),
-            )
-            for rule in rules
-        ),
+        *renamed_rules(rules, (HF_LAYER, prefix), (NATIVE_LAYER, f"{native}block/")),
     ]
 
 

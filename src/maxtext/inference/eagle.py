@@ -6,6 +6,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from maxtext.checkpoint.convert.conversion import applicable
 from maxtext.checkpoint.safetensors_reader import HF_STEM, SafetensorsFolder
 from maxtext.common.errors import ConfigError, as_config_error
 from maxtext.common.hub import find_folder
@@ -13,6 +14,14 @@ from maxtext.common.trees import flatten_dict, unflatten_dict
 from maxtext.common.types import Json, Tree
 from maxtext.configs.provenance import Layer, Setting, Source
 from maxtext.configs.types import MaxTextConfig
+from maxtext.hf.layer_rules import (
+    HF_LAYER,
+    NATIVE_LAYER,
+    attention_rules,
+    mlp_rules,
+    renamed_rules,
+)
+from maxtext.hf.rules import TensorRule
 from maxtext.inference.engine.draft_heads import EagleProposer
 from maxtext.layers.context import INFERENCE, BuildContext
 from maxtext.layers.eagle import Eagle
@@ -34,17 +43,6 @@ NORMS = {
     "hidden_norm": f"{LAYER}hidden_norm",
     "mlp_norm": f"{LAYER}post_attention_layernorm",
     "output_norm": "norm",
-}
-
-OUTER = {"fuse": "fc", "head": "lm_head"}
-PARTS = {
-    "query": "self_attn.q_proj",
-    "key": "self_attn.k_proj",
-    "value": "self_attn.v_proj",
-    "out": "self_attn.o_proj",
-    "wi_0": "mlp.gate_proj",
-    "wi_1": "mlp.up_proj",
-    "wo": "mlp.down_proj",
 }
 
 
@@ -107,10 +105,10 @@ class EagleFolder:
     def read(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
         tensor = self.tensors.get(name)
         if tensor is None or tensor.shape != shape:
-            found = "no such tensor" if tensor is None else f"one of shape {list(tensor.shape)}"
+            present = "no such tensor" if tensor is None else f"one of shape {list(tensor.shape)}"
             raise ConfigError(
                 f"{self.path} is no head for this model, which needs {name} of shape "
-                f"{list(shape)}: it has {found}"
+                f"{list(shape)}: it has {present}"
             )
         return tensor
 
@@ -155,10 +153,9 @@ def load_eagle_head(config: MaxTextConfig, rules: AxisRules, shared: Layer) -> E
         initializer = Initializer(None, head_config.weight_dtype.value, context=context)
         return Template.of(lambda: Eagle(initializer, spec, tapped_dim, draft_vocab_size, dtype))
 
-    weights = head_weights(folder, template_of(build_context(head_config, mode=INFERENCE)))
-    built = build_context(head_config, rules, mode=INFERENCE)
-    weights = jax.device_put(weights, rules.replicated())
-    template = template_of(built)
+    unpacked = template_of(build_context(head_config, mode=INFERENCE))
+    weights = jax.device_put(head_weights(folder, unpacked, head_config), rules.replicated())
+    template = template_of(build_context(head_config, rules, mode=INFERENCE))
     weights = {
         "head": pack_weights(template, weights),
         "token_ids": jax.device_put(
@@ -183,29 +180,25 @@ def load_eagle_head(config: MaxTextConfig, rules: AxisRules, shared: Layer) -> E
     )
 
 
-def head_weights(folder: EagleFolder, template: Template) -> Tree:
-    """The tensors of a folder as the weights of `Eagle`."""
-    return unflatten_dict(
-        {
-            path: read_weight(folder, "/".join(map(str, path)), leaf.shape).astype(leaf.dtype)
-            for path, leaf in flatten_dict(template.weights).items()
-        }
-    )
+def head_weights(folder: EagleFolder, template: Template, config: MaxTextConfig) -> Tree:
+    """The tensors of a folder as the weights of `Eagle`; `config` is that of its layer."""
+    leaves = {
+        "/".join(map(str, path)): leaf for path, leaf in flatten_dict(template.weights).items()
+    }
+    weights = {}
+    for rule in applicable(tensor_rules(config), {name: x.shape for name, x in leaves.items()}):
+        tensors = map(folder.read, rule.hf_names, rule.hf_shapes)
+        for name, weight in zip(rule.native_names, rule.to_native(tensors), strict=True):
+            weights[tuple(name.split("/"))] = weight.astype(leaves[name].dtype)
+    return unflatten_dict(weights)
 
 
-def read_weight(folder: EagleFolder, name: str, shape: tuple[int, ...]) -> np.ndarray:
-    """A weight by its native name, in its native shape."""
-    module, _, rest = name.partition("/")
-    if module in NORMS:
-        return folder.read(f"{NORMS[module]}.weight", shape)
-    if module in OUTER:
-        return folder.read(f"{OUTER[module]}.weight", shape[::-1]).T
-    part, _, kind = rest.rpartition("/")
-    hf_name = f"{LAYER}{PARTS[part]}.{kind}"
-    if kind == "bias":
-        return folder.read(hf_name, (int(np.prod(shape)),)).reshape(shape)
-    if part == "out":  # [heads, head_dim, E]
-        size, inputs = shape[-1], int(np.prod(shape[:-1]))
-        return folder.read(hf_name, (size, inputs)).T.reshape(shape)
-    inputs, outputs = shape[0], int(np.prod(shape[1:]))
-    return folder.read(hf_name, (outputs, inputs)).T.reshape(shape)
+def tensor_rules(config: MaxTextConfig) -> list[TensorRule]:
+    return [
+        TensorRule("fc.weight", "fuse/weight", "e f -> f e"),
+        TensorRule("lm_head.weight", "head/weight", "v e -> e v"),
+        *(TensorRule(f"{hf}.weight", f"{norm}/scale", "e -> e") for norm, hf in NORMS.items()),
+        *renamed_rules(
+            [*attention_rules(config), *mlp_rules()], (HF_LAYER, LAYER), (NATIVE_LAYER, "")
+        ),
+    ]

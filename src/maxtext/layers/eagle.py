@@ -70,10 +70,10 @@ class Eagle(nnx.Module):
         is_decoding = inputs.cache is not None and hidden.shape[1] == 1
         attend = self.attention.decode if is_decoding else self.attention
         both = [self.embedding_norm(embedded), self.hidden_norm(hidden)]
-        attended, aux = attend(jnp.concatenate(both, axis=-1), inputs)
-        hidden = hidden + attended
-        fed, _ = self.mlp(self.mlp_norm(hidden), inputs)
-        hidden = hidden + fed
+        attn_out, aux = attend(jnp.concatenate(both, axis=-1), inputs)
+        hidden = hidden + attn_out
+        mlp_out, _ = self.mlp(self.mlp_norm(hidden), inputs)
+        hidden = hidden + mlp_out
         return hidden, self.output_norm(hidden), aux
 
     def logits(self, x: jax.Array, token_ids: jax.Array, vocab_size: int) -> jax.Array:
