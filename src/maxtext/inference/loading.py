@@ -144,6 +144,10 @@ def random_weights(config: MaxTextConfig, template: Template, rules: AxisRules) 
     dtype = quantized_weight_dtype(config)
     shardings = rules.shardings(*abstract_quantized(template, dtype))
     quantize = initial_quantizer(dtype)
+    if rules.mesh.size == 1:
+        # One program for all weights would need memory for those of most layers twice.
+        with jax.default_device(rules.mesh.devices.item()):
+            return jax.device_put(initial_weights(config, quantize=quantize), shardings)
     return jax.jit(
         lambda: initial_weights(config, loop=True, quantize=quantize), out_shardings=shardings
     )()

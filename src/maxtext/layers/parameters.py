@@ -147,8 +147,9 @@ def build_stacked(make: Make, initializers: Sequence[Initializer], axis: int) ->
 
 
 def build_each(make: Make, initializers: Sequence[Initializer]) -> list[nnx.Module]:
-    """Equal modules, each with its own parameters. Inside a program, their initialization is traced
-    once, and is a loop if the initializers say so.
+    """Equal modules, each with its own parameters. Their initialization is traced once; inside a
+    program it is a loop if the initializers say so, and otherwise a program of its own, which runs
+    once for each module.
     """
     single, weights = abstract_module(make, for_all(initializers))
     if initializers[0].key is None:
@@ -156,8 +157,8 @@ def build_each(make: Make, initializers: Sequence[Initializer]) -> list[nnx.Modu
             single.bind(jax.tree.map(lambda v: jnp.zeros(v.shape, v.dtype), single.weights))
             for _ in initializers
         ]
-    initialize = jax.jit(weights) if isinstance(initializers[0].key, jax.core.Tracer) else weights
-    if len(initializers) == 1 or initialize is weights or not initializers[0].loop:
+    initialize = jax.jit(weights)
+    if len(initializers) == 1 or not initializers[0].loop:
         return [single.bind(initialize(initializer.key)) for initializer in initializers]
     keys = jnp.stack([init.key for init in initializers if init.key is not None])
     leaves = initialize_in_loop(initialize, keys, split=True)

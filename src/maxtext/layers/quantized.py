@@ -14,6 +14,7 @@ import jax
 from jax.experimental.layout import Format, Layout
 from jax.typing import DTypeLike
 
+from maxtext.common.trees import Path, flatten_dict, unflatten_dict
 from maxtext.common.types import Tree
 from maxtext.kernels.weight_matmul import EIGHT_BIT
 from maxtext.kernels.weight_only import QuantizedWeight, quantize_weight
@@ -104,19 +105,23 @@ def abstract_quantized(
 
 def layout_for_decode(template: Template, weights: Tree, context: BuildContext) -> Tree:
     """fp8 and int8 weights with the contracted dimensions minor in memory, as the kernels for few
-    rows and 8-bit products read them on one GPU; weights of a `WeightLayout` are so already. The
-    arrays that are given are donated."""
+    rows and 8-bit products read them on one GPU; weights of a `WeightLayout` are so already, and
+    the kernels of experts read rows of outputs. The arrays that are given are donated."""
     if context.only_platform != "gpu":
         return weights
 
-    def set_layout(weight: Tree, contracted: tuple[int, ...], packed: bool) -> Tree:
-        if not isinstance(weight, QuantizedWeight) or weight.format not in EIGHT_BIT:
+    def set_layout(path: Path, weight: Tree) -> Tree:
+        dims = contracted[path]
+        is_eight_bit = isinstance(weight, QuantizedWeight) and weight.format in EIGHT_BIT
+        if not dims or not is_eight_bit or "experts" in path:
             return weight
-        order = (*(axis for axis in range(weight.ndim) if axis not in contracted), *contracted)
+        order = (*(axis for axis in range(weight.ndim) if axis not in dims), *dims)
         layout = Format(Layout(order), weight.qvalue.sharding)
         return replace(weight, qvalue=jax.device_put(weight.qvalue, layout, donate=True))
 
-    return map_quantizable(set_layout, template, weights)
+    contracted = flatten_dict(template.contracted)
+    flat = flatten_dict(weights)
+    return unflatten_dict({path: set_layout(path, weight) for path, weight in flat.items()})
 
 
 def map_quantizable(
