@@ -2,7 +2,7 @@
 random weights.
 
     python benchmarks/decode.py [--cases 8b:1,8b:32,default:1] [--new 256] [--prompt 128]
-        [--offline 512]
+        [--offline 512] [--fixed 1000:1000:448:fp8]
 
 A case is a shape and a batch size, in bfloat16: greedy completions of `batch` prompts of the same
 length by `generate` of either library. The time is that of `new` tokens less that of one, so it
@@ -10,9 +10,12 @@ excludes prefill; the best of three runs. Each library runs in its own process. 
 is maxtext with int8 weights, or in fp8 or int4, and its ratio is to maxtext in bfloat16;
 `8b:1:fp8:fp8kv` also has a cache in fp8. A case may name a model instead of a shape, as
 `qwen3-30b-a3b:32`: its ratio is to the rate at which the device could read the weights, keys,
-values and states of a step (--bandwidth, in TB/s). --offline N generates for N requests of mixed
+values and states of a step (--bandwidth, in TB/s), and formats follow as well:
+`gpt-oss-20b:1:mxfp4`. --offline N generates for N requests of mixed
 lengths (prompts of 64 to 1024 tokens, completions of 64 to 512) by continuous batching and divides
-the new tokens by the whole time, after one run that compiles. Prints one JSON line.
+the new tokens by the whole time, after one run that compiles. --fixed INPUT:OUTPUT:COUNT, with
+formats after it, does the same for COUNT requests of INPUT tokens that each get OUTPUT tokens.
+Prints one JSON line.
 """
 
 import argparse
@@ -124,8 +127,8 @@ def load(shape, quantization=None, **keys):
     return LLM.load("default", **settings)
 
 
-def run_maxtext(shape, batch, length, new, *formats):
-    """`formats`: of weights, such as int8, and of the cache, such as int8kv."""
+def format_keys(formats):
+    """The keys for formats of weights, such as int8, and of the cache, such as int8kv."""
     keys = {}
     for name in formats:
         if name.endswith("kv"):
@@ -133,7 +136,11 @@ def run_maxtext(shape, batch, length, new, *formats):
             keys |= {"quantize_kvcache": True, "kv_quant_dtype": kv_dtype, "kv_quant_axis": "dkv"}
         else:
             keys["quantization"] = name
-    llm = load(shape, **keys)
+    return keys
+
+
+def run_maxtext(shape, batch, length, new, *formats):
+    llm = load(shape, **format_keys(formats))
     ids = prompts(shape, batch, length)
 
     def generate(count):
@@ -142,13 +149,13 @@ def run_maxtext(shape, batch, length, new, *formats):
     return rate(generate, new, batch)
 
 
-def run_models(model, batches, length, new, bandwidth):
-    """For each batch size: tokens per second of a named model, and the limit by the bytes that a
-    step reads."""
+def run_models(model, formats, batches, length, new, bandwidth):
+    """For each batch size: tokens per second of a named model in these formats, and the limit by
+    the bytes that a step reads."""
     from maxtext import LLM
 
     keys = {"dtype": "bfloat16", "weight_dtype": "bfloat16", "max_target_length": 2048}
-    llm = LLM.load(model, **keys)
+    llm = LLM.load(model, **keys, **format_keys(formats))
     rates = {}
     for batch in batches:
         ids = np.random.default_rng(0).integers(0, 30000, (batch, length))
@@ -166,6 +173,8 @@ def bytes_of_step(llm, batch, length):
     """The bytes that a decode step of `batch` rows with caches of `length` tokens reads: each
     weight once, of experts those that random choices select on average; keys, values, latents and
     states, of which the last are written as well."""
+    import jax
+
     from maxtext.common.trees import flatten_dict
     from maxtext.layers.specs import AttentionSpec, MlaSpec
     from maxtext.models.registry import layers
@@ -177,7 +186,7 @@ def bytes_of_step(llm, batch, length):
             share = 1 - (1 - config.num_experts_per_tok / config.num_experts) ** batch
         elif path[0] == "embedder":
             share = 1.0 if config.logits_via_embedding else 0.0
-        total += share * array.nbytes
+        total += share * sum(part.nbytes for part in jax.tree.leaves(array))
     for mixer in (layer.attention for layer in layers(config)):
         if isinstance(mixer, AttentionSpec):
             tokens = min(length, mixer.mask.window or length, mixer.mask.chunk or length)
@@ -189,32 +198,48 @@ def bytes_of_step(llm, batch, length):
     return total
 
 
+PAGES = {"attention": "paged", "pagedattn_tokens_per_page": 64}
+
+
 def offline(count, shape="8b"):
     """New tokens per second of all requests together, and their number."""
+    # Blocks for the average request, 832 tokens and one block more, and not for the longest one.
+    llm = load(shape, per_device_batch_size=count, pagedattn_num_pages=14 * count, **PAGES)
+    random = np.random.default_rng(1)
+    lengths = [
+        (int(random.integers(64, 1025)), int(random.integers(64, 513))) for _ in range(count)
+    ]
+    complete(llm, lengths)
+    return complete(llm, lengths)
+
+
+def fixed_lengths(shape, length, new, count, slots, *formats):
+    """As `offline`, for `count` requests of one length, up to `slots` at a time. The engine sizes
+    its cache."""
+    keys = {"per_device_batch_size": slots, "max_target_length": 64 * ((length + new) // 64 + 2)}
+    llm = load(shape, **keys, **PAGES, **format_keys(formats))
+    complete(llm, [(length, 40)] * slots)
+    return complete(llm, [(length, new)] * count)
+
+
+def complete(llm, lengths):
+    """Complete a request for each (tokens of the prompt, new tokens), and measure it."""
     from maxtext.inference import GenerationRequest, SamplingParams
 
-    # Blocks for the average request, 832 tokens and one block more, and not for the longest one.
-    pages = {
-        "attention": "paged",
-        "pagedattn_tokens_per_page": 64,
-        "pagedattn_num_pages": 14 * count,
-    }
-    llm = load(shape, per_device_batch_size=count, **pages)
-    random = np.random.default_rng(1)
-    requests = []
-    for _ in range(count):
-        length, new = int(random.integers(64, 1025)), int(random.integers(64, 513))
-        ids = random.integers(0, SHAPES[shape]["vocabulary"], length).tolist()
-        params = SamplingParams(max_new_tokens=new, ignore_eos=True)
-        requests.append(GenerationRequest(ids, params))
-    for _ in range(2):
-        start = time.perf_counter()
-        completions = llm.completions(iter(requests))
-        tokens = sum(len(completion.token_ids) for completion in completions)
-        seconds = time.perf_counter() - start
-    assert tokens == sum(request.params.max_new_tokens for request in requests)
+    random = np.random.default_rng(2)
+    requests = [
+        GenerationRequest(
+            random.integers(0, llm.config.vocab_size, length).tolist(),
+            SamplingParams(max_new_tokens=new, ignore_eos=True),
+        )
+        for length, new in lengths
+    ]
+    start = time.perf_counter()
+    tokens = sum(len(each.token_ids) for each in llm.completions(iter(requests)))
+    seconds = time.perf_counter() - start
+    assert tokens == sum(new for _, new in lengths)
     return {
-        "requests": count,
+        "requests": len(requests),
         "new_tokens": tokens,
         "seconds": round(seconds, 2),
         "tokens_a_second": tokens / seconds,
@@ -245,7 +270,9 @@ def main():
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--bandwidth", type=float, default=4.2)  # of an H200, measured
     parser.add_argument("--offline", type=int, default=0)
-    parser.add_argument("--offline-shape", default="8b")
+    parser.add_argument("--offline-shape", default="8b")  # and of --fixed
+    parser.add_argument("--fixed", default="")
+    parser.add_argument("--slots", type=int, default=512)  # of --fixed
     parser.add_argument("--one", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
@@ -258,8 +285,21 @@ def main():
                 shape, int(batch), options.prompt, options.new, *rest
             ),
             "offline": lambda count, shape: offline(int(count), shape),
-            "models": lambda model, *batches: run_models(
-                model, [*map(int, batches)], options.prompt, options.new, options.bandwidth
+            "fixed": lambda length, new, count, *formats: fixed_lengths(
+                options.offline_shape,
+                int(length),
+                int(new),
+                int(count),
+                options.slots,
+                *formats,
+            ),
+            "models": lambda model, formats, *batches: run_models(
+                model,
+                [*filter(None, formats.split(":"))],
+                [*map(int, batches)],
+                options.prompt,
+                options.new,
+                options.bandwidth,
             ),
         }
         print(json.dumps(sides[side](*args)))
@@ -267,11 +307,15 @@ def main():
     result = {}
     sizes = ("--prompt", options.prompt, "--new", options.new)
     cases = [case.split(":") for case in filter(None, options.cases.split(","))]
-    for model in dict.fromkeys(shape for shape, *_ in cases if shape not in SHAPES):
-        batches = [batch for shape, batch, *_ in cases if shape == model]
-        rates = run_in_process("models", model, *batches, *sizes, "--bandwidth", options.bandwidth)
+    named = [(shape, ":".join(formats)) for shape, _, *formats in cases if shape not in SHAPES]
+    for model, formats in dict.fromkeys(named):
+        batches = [
+            batch for shape, batch, *rest in cases if (shape, ":".join(rest)) == (model, formats)
+        ]
+        bandwidth = ("--bandwidth", options.bandwidth)
+        rates = run_in_process("models", model, formats, *batches, *sizes, *bandwidth)
         for batch, (own, limit) in rates.items():
-            show(result, f"{model}:{batch}", own, limit)
+            show(result, f"{model}:{batch}:{formats}".removesuffix(":"), own, limit)
     for shape, batch, *quantization in cases:
         if shape not in SHAPES:
             continue
@@ -285,6 +329,10 @@ def main():
         show(result, ":".join((shape, batch, *quantization)), own, other)
     if options.offline:
         result["offline"] = run_in_process("offline", options.offline, options.offline_shape)
+    for case in filter(None, options.fixed.split(",")):
+        more = ("--slots", options.slots, "--offline-shape", options.offline_shape)
+        result[case] = run_in_process("fixed", *case.split(":"), *more)
+        print(case, result[case], file=sys.stderr, flush=True)
     print(json.dumps(result))
 
 

@@ -5,7 +5,8 @@
 `QuantizedFolder` reads a native folder of quantized weights, and `PackedWeights` has the tensors of
 one. It is a folder by layer (weights.safetensors …) with two tensors for each quantized weight.
 NAME has its codes: F8_E4M3, I8, or for int4 U8 with two values in a byte, neighbours along the last
-axis, the first in the lower half. NAME.scale has its scales, F32, as in `QuantizedWeight`. Its
+axis, the first in the lower half. NAME.scale has its scales, F32, as in `QuantizedWeight`. In mxfp4
+both are U8 as `QuantizedWeight` has them. Its
 config.yml sets quantization and checkpoint_is_quantized. Readers of plain tensors get float32.
 
 `Dequantized` reads a quantized Hugging Face checkpoint as plain tensors: each in bfloat16 under its
@@ -46,25 +47,25 @@ from maxtext.common.trees import flatten_dict
 from maxtext.common.types import Tree
 from maxtext.configs.types import MaxTextConfig
 from maxtext.hf.quantized import BF16, QuantizedFormat
-from maxtext.kernels.weight_only import QuantizedWeight, quantize_weight
+from maxtext.kernels.weight_only import MXFP4, MXFP4_GROUP, QuantizedWeight, quantize_weight
 from maxtext.layers.parameters import Template
 from maxtext.layers.quantized import abstract_quantized
 from maxtext.sharding import AxisRules
 
 SCALE = ".scale"
 F32, I8, U8 = DTYPES["F32"], DTYPES["I8"], DTYPES["U8"]
-CODES = {"fp8": DTYPES["F8_E4M3"], "int8": I8, "int4": np.dtype(ml_dtypes.int4)}
+CODES = {"fp8": DTYPES["F8_E4M3"], "int8": I8, "int4": np.dtype(ml_dtypes.int4), "mxfp4": U8}
 STORED = CODES | {"int4": U8}
 
 
 def quantized_weight_dtype(config: MaxTextConfig) -> str | None:
-    """The format of quantized weights, fp8, int8 or int4; None if all weights are floats."""
+    """The format of quantized weights, fp8, int8, int4 or mxfp4; None if all are floats."""
     dtype = config.quantization.value if config.quantization else None
     dtype = "fp8" if dtype == "fp8_gpu" else dtype
     if dtype not in (None, *CODES):
         raise ConfigError(
             f"quantization={dtype} ({config.source('quantization')}) is for training: use fp8, "
-            "int8 or int4 to quantize weights for inference, or leave it out"
+            "int8, int4 or mxfp4 to quantize weights for inference, or leave it out"
         )
     return dtype
 
@@ -76,7 +77,7 @@ class QuantizedFolder:
     """
 
     folder: TensorSource
-    dtype: str  # fp8, int8 or int4
+    dtype: str  # fp8, int8, int4 or mxfp4
 
     @classmethod
     def of(cls, folder: SafetensorsFolder, dtype: str) -> "QuantizedFolder":
@@ -86,7 +87,7 @@ class QuantizedFolder:
             scale = folder.tensors.get(name + SCALE)
             if name.endswith(SCALE) and name.removesuffix(SCALE) not in folder.tensors:
                 problems.append(f"{name} has no weight to scale")
-            elif scale is None and tensor.dtype in STORED.values():
+            elif scale is None and not name.endswith(SCALE) and tensor.dtype in STORED.values():
                 problems.append(f"{name} has codes and has no {name}{SCALE}")
             elif scale is not None and not is_weight_and_scale(tensor, scale, dtype):
                 problems.append(
@@ -116,7 +117,9 @@ class QuantizedFolder:
         """The dequantized tensors."""
         integers = self.integers.tensors
         return {
-            name: TensorInfo(F32, integers[name].shape) if name in integers else tensor
+            name: TensorInfo(F32, plain_shape(integers[name].shape, self.dtype))
+            if name in integers
+            else tensor
             for name, tensor in self.folder.tensors.items()
             if not name.endswith(SCALE)
         }
@@ -124,9 +127,9 @@ class QuantizedFolder:
     def read(self, name: str) -> np.ndarray:
         if name not in self.scales.tensors:
             return self.folder.read(name)
-        return np.asarray(
-            QuantizedWeight(self.integers.read(name), self.scales.read(name)).astype(F32)
-        )
+        packed = MXFP4 if self.dtype == MXFP4 else ""
+        weight = QuantizedWeight(self.integers.read(name), self.scales.read(name), packed)
+        return np.asarray(weight.astype(F32))
 
     def __iter__(self) -> Iterator[tuple[str, np.ndarray]]:
         for name in self.tensors:
@@ -135,7 +138,8 @@ class QuantizedFolder:
 
 @dataclass(frozen=True)
 class IntegerTensors:
-    """The integers of a folder's quantized weights, unpacked to one value in an element."""
+    """The integers of a folder's quantized weights, unpacked to one value in an element but for
+    mxfp4."""
 
     folder: TensorSource
     dtype: str
@@ -147,6 +151,8 @@ class IntegerTensors:
 
     @cached_property
     def tensors(self) -> dict[str, TensorInfo]:
+        if self.dtype == MXFP4:
+            return {name: self.folder.tensors[name] for name in self.scales}
         # The last axis is an output axis, and each output has a scale of its own, so that the
         # scales have the unpacked length.
         return {
@@ -163,14 +169,27 @@ class IntegerTensors:
 
 def is_weight_and_scale(weight: TensorInfo, scale: TensorInfo, dtype: str) -> bool:
     """Whether two stored tensors can be the integers and the scales of one weight."""
-    if weight.dtype != STORED[dtype] or scale.dtype != F32 or len(weight.shape) != len(scale.shape):
+    scale_dtype = U8 if dtype == MXFP4 else F32
+    if weight.dtype != STORED[dtype] or scale.dtype != scale_dtype:
+        return False
+    if len(weight.shape) != len(scale.shape):
         return False
     *leading, last = weight.shape
+    if dtype == MXFP4:
+        return leading == [*scale.shape[:-1]] and 2 * last == MXFP4_GROUP * scale.shape[-1]
     divides = all(
         groups and size % groups == 0
         for size, groups in zip(leading, scale.shape[:-1], strict=True)
     )
     return divides and last == (-(-scale.shape[-1] // 2) if dtype == "int4" else scale.shape[-1])
+
+
+def plain_shape(shape: Shape, dtype: str) -> Shape:
+    """The shape of the weight with codes of this shape, unpacked but for mxfp4."""
+    if dtype != MXFP4:
+        return shape
+    *outer, columns, half = shape
+    return (*outer, 2 * half, columns)
 
 
 def pack(values: np.ndarray) -> np.ndarray:
@@ -210,6 +229,10 @@ class PackedWeights:
                 tensors[name] = self.model.tensors[name]
                 continue
             dtype = leaf.format
+            if dtype == MXFP4:
+                tensors[name] = TensorInfo(U8, layer_shape(leaf.qvalue.shape, info))
+                tensors[name + SCALE] = TensorInfo(U8, layer_shape(leaf.scale.shape, info))
+                continue
             last = -(-info.shape[-1] // 2) if dtype == "int4" else info.shape[-1]
             tensors[name] = TensorInfo(STORED[dtype], (*info.shape[:-1], last))
             tensors[name + SCALE] = TensorInfo(F32, layer_shape(leaf.scale.shape, info))
@@ -288,6 +311,7 @@ def load_model(
         return QuantizedWeight(
             load_leaf(folder.integers, params, values, sharding.qvalue, host_bytes),
             load_leaf(folder.scales, params, scale, sharding.scale, host_bytes),
+            quantized_leaves[path].packed,
         )
 
     shardings = rules.shardings(axes, weights)

@@ -22,10 +22,11 @@ def dtype_overrides(value: str) -> list[str]:
 
 
 def quantization_overrides(value: str) -> list[str]:
-    if value not in ("fp8", "int8", "int4"):
+    if value not in ("fp8", "int8", "int4", "mxfp4"):
         raise ConfigError(
             f"--quantization {value}: the weights are quantized when they are loaded, by "
-            "quantization=fp8, int8 or int4; folders in fp8 and mxfp4 are recognised by themselves"
+            "quantization=fp8, int8, int4 or mxfp4; folders in fp8 and mxfp4 are recognised by "
+            "themselves"
         )
     return [f"quantization={value}"]
 

@@ -14,6 +14,7 @@ from maxtext.adapters.peft_folder import read_adapter, write_adapter
 from maxtext.adapters.serving import AdapterSlots, serves
 from maxtext.adapters.spec import Adapter
 from maxtext.checkpoint.open import Checkpoint
+from maxtext.checkpoint.quantized import quantized_weight_dtype
 from maxtext.checkpoint.weights import ModelWeights, ParamInfo
 from maxtext.common.errors import ConfigError, UserError
 from maxtext.common.files import local_path
@@ -115,7 +116,7 @@ class AdapterMethods:
         loaded = self.adapters.find(name)
         if loaded is None:
             raise UserError("which adapter? none is loaded")
-        if self.context.quantized_weights:
+        if quantized_weight_dtype(self.config) is not None:
             raise ConfigError(
                 f"quantization={self.config.quantization} rounds the base: load it without, then "
                 "merge the adapter"

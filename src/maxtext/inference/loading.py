@@ -31,6 +31,7 @@ from maxtext.configs.types import (
     Optimizer,
     Preferences,
 )
+from maxtext.kernels.weight_only import MXFP4
 from maxtext.layers.context import INFERENCE, BuildContext
 from maxtext.layers.parameters import Template
 from maxtext.layers.quantized import abstract_quantized, initial_quantizer
@@ -120,8 +121,10 @@ def refuse_dropped_tokens(config: MaxTextConfig) -> None:
 
 
 def inference_context(config: MaxTextConfig, rules: AxisRules) -> BuildContext:
-    quantized = quantized_weight_dtype(config)
-    return build_context(config, rules, mode=INFERENCE, quantized_weights=quantized or "")
+    """Its `quantized_weights` are those of all matmuls: only experts are in mxfp4."""
+    dtype = quantized_weight_dtype(config)
+    quantized = dtype if dtype not in (None, MXFP4) else ""
+    return build_context(config, rules, mode=INFERENCE, quantized_weights=quantized)
 
 
 def is_bfloat16(source: TensorSource, param_infos: Mapping[str, ParamInfo]) -> bool:

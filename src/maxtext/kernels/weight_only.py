@@ -1,5 +1,5 @@
-"""Quantized weights in fp8, int8, int4 and nf4 with float scales, for inference and as the frozen
-weights under adapters (QLoRA). `weight_matmul.py` multiplies by them.
+"""Quantized weights in fp8, int8, int4, nf4 and mxfp4, for inference and as the frozen weights
+under adapters (QLoRA). `weight_matmul.py` multiplies by them, `decode/experts.py` by experts.
 
 In int8 and int4, x ≈ qvalue · scale. Quantization is symmetric: the values of a group share a
 scale, their largest magnitude over 127 (int8) or 7 (int4), and each value is rounded to the nearest
@@ -10,6 +10,10 @@ magnitude is at most 448. Values above a 2^-15 of it have a relative error of at
 
 In nf4 (QLoRA, arXiv 2305.14314), x ≈ level[qvalue] · scale with 16 levels in [-1, 1], which are
 quantiles of a normal distribution, and the scale is the largest magnitude of the group.
+
+In mxfp4 (OCP Microscaling Formats 1.0), x ≈ qvalue · 2^(scale - 127) with e2m1 values, for groups
+of 32 inputs: gpt-oss has its experts in it. The scale is the least power of two with which the
+largest magnitude rounds to at most 6. Weights that are in mxfp4 already keep their values.
 
 An fp8 or int8 weight has one scale for each output. The matmul takes the codes, and its result is
 scaled. Sixteen levels are too coarse for that, so in int4 and nf4 groups of neighbouring inputs
@@ -26,11 +30,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 
 from maxtext.kernels.fp8.quantize import E4M3, scale_from_amax
 
-FP8, INT8, INT4, NF4 = "fp8", "int8", "int4", "nf4"  # formats
+FP8, INT8, INT4, NF4, MXFP4 = "fp8", "int8", "int4", "nf4", "mxfp4"  # formats
 STORAGE = {FP8: E4M3, INT8: jnp.int8, INT4: jnp.int4, NF4: jnp.uint4}
 MAX_QVALUE = {INT8: 127, INT4: 7}  # symmetric about zero
 # Inputs that share a scale at most; None: all.
@@ -53,6 +58,9 @@ NF4_LEVELS = (
     0.7229568362236023,
     1.0,
 )
+# By the three lower bits of a code; the highest is the sign.
+E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+MXFP4_GROUP, MXFP4_BIAS = 32, 127
 PACKED_OFFSET = 8  # packed int4 values are stored from 1 to 15
 MIN_GROUP = 32  # with smaller groups, scales would take much of the memory that int4 saves
 
@@ -82,6 +90,39 @@ def quantize_nf4(x: jax.Array, axes: tuple[int, ...]) -> tuple[jax.Array, jax.Ar
     return jnp.searchsorted(boundaries, x / scale).astype(jnp.uint4), scale
 
 
+def quantize_mxfp4(x: jax.Array) -> "QuantizedWeight":
+    """x [..., K, N] with K a multiple of 32. Ties between two codes go to the even one."""
+    *outer, depth, columns = x.shape
+    groups = x.astype(jnp.float32).swapaxes(-1, -2)
+    groups = groups.reshape(*outer, columns, depth // MXFP4_GROUP, MXFP4_GROUP)
+    amax = jnp.max(jnp.abs(groups), axis=-1)
+    # The exponent field of amax / 7 · 4 is that of the power with which amax rounds to 6 at most.
+    bits = jax.lax.bitcast_convert_type(amax * np.float32(4 / 7), jnp.int32)
+    is_exact = bits << 9 == 0
+    exponent = (bits >> 23) - 1 - is_exact
+    exponent = jnp.clip(exponent, 1, 254)
+    unit = jax.lax.bitcast_convert_type(exponent << 23, jnp.float32)
+    magnitude = jnp.abs(groups / unit[..., None])
+    # e2m1 values are multiples of 0.5 up to 2, of 1 up to 4, and of 2 beyond.
+    step = jnp.where(magnitude < 2, 0.5, jnp.where(magnitude < 4, 1.0, 2.0))
+    rounded = jnp.minimum(jnp.round(magnitude / step) * step, 6.0)
+    codes = jnp.searchsorted(jnp.asarray(E2M1_MAGNITUDES), rounded).astype(jnp.uint8)
+    codes |= jnp.signbit(groups).astype(jnp.uint8) << 3
+    return QuantizedWeight(
+        pack(codes.reshape(*outer, columns, depth)), exponent.astype(jnp.uint8), MXFP4
+    )
+
+
+def dequantize_mxfp4(qvalue: jax.Array, scale: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """[..., K, N]."""
+    magnitudes = jnp.asarray(E2M1_MAGNITUDES, jnp.float32)
+    values = jnp.concatenate([magnitudes, -magnitudes])[unpack(jnp.asarray(qvalue))]
+    groups = values.reshape(*scale.shape, MXFP4_GROUP)
+    exponent = jnp.asarray(scale).astype(jnp.int32) << 23
+    unit = jax.lax.bitcast_convert_type(exponent, jnp.float32)
+    return (groups * unit[..., None]).astype(dtype).reshape(values.shape).swapaxes(-1, -2)
+
+
 def dequantize(qvalue: jax.Array, scale: jax.Array, dtype: DTypeLike) -> jax.Array:
     """qvalue · scale, which must broadcast, rounded once, to `dtype`."""
     return (qvalue.astype(jnp.float32) * scale).astype(dtype)
@@ -98,12 +139,16 @@ class QuantizedWeight:
     | fp8, int8, int4 | e4m3, int8 or int4 | itself |
     | nf4 | uint4 | NF4_LEVELS[code] |
     | int4 or nf4, `packed` | uint8, two codes | int4 codes have an offset of 8 |
+    | mxfp4 | uint8, two codes | e2m1 |
 
     Along each dimension, `scale`, float32, has one entry for each group of neighbours that share a
     scale. If `packed` is int4 or nf4, qvalue has two neighbours along the last dimension in a byte,
     the first in the lower half. The last dimension is an output, each with a scale, or an even
     number of inputs: a transposed weight [N, K] has the bytes of GPTQ's and compressed-tensors'
     int4 weights.
+
+    In mxfp4, a weight [..., K, N] has the bytes of gpt-oss' folders: qvalue is [..., N, K / 2], two
+    neighbours among the inputs in a byte, and scale is uint8 [..., N, K / 32].
     """
 
     qvalue: Any
@@ -115,6 +160,8 @@ class QuantizedWeight:
         *outer, last = self.qvalue.shape
         if not self.packed:
             return (*outer, last)
+        if self.packed == MXFP4:
+            return (*outer[:-1], 2 * last, outer[-1])
         scales = self.scale.shape[-1]
         return (*outer, scales if -(-scales // 2) == last else 2 * last)
 
@@ -140,6 +187,8 @@ class QuantizedWeight:
         return self
 
     def astype(self, dtype: DTypeLike) -> jax.Array:
+        if self.packed == MXFP4:
+            return dequantize_mxfp4(self.qvalue, self.scale, dtype)
         num_groups = self.scale.shape
         values = unpack(self.qvalue)[..., : self.shape[-1]] if self.packed else self.qvalue
         if values.dtype == jnp.uint4 or self.packed == NF4:
@@ -175,6 +224,9 @@ def quantize_weight(
     """A weight whose matmul contracts the `contracted` dimensions, in `dtype` fp8, int8, int4 or
     nf4. At most `group` inputs share a scale, by default those of `MAX_GROUP`; in fp8 and int8 all
     do. `packed`: four-bit values are stored two in a byte; the last dimension must be an output."""
+    if dtype == MXFP4:
+        assert tuple(contracted) == (x.ndim - 2,), "mxfp4 is for weights [..., inputs, outputs]"
+        return quantize_mxfp4(x)
     name = str(dtype) if dtype in (NF4, FP8) else jnp.dtype(dtype).name
     max_group = MAX_GROUP[name] and (group or MAX_GROUP[name])
     num_groups = tuple(groups_per_dim(x.shape, contracted, max_group))

@@ -81,12 +81,22 @@ class ExpertLinear(nnx.Module):
     @property
     def weights(self) -> ExpertWeights:
         """In the dtype of the matmul; or an integer weight with the scale of its outputs."""
+        stored = self.stored_weights
+        if isinstance(stored.weight, QuantizedWeight):
+            return stored._replace(weight=stored.weight.astype(self.dtype))
+        return stored
+
+    @property
+    def stored_weights(self) -> ExpertWeights:
+        """As `weights`, but a weight that shares scales among its inputs is a `QuantizedWeight`."""
         bias = None if self.bias is None else self.bias[...].astype(self.dtype)
         weight = self.weight[...]
         lora = self.adapter_factors()
-        if isinstance(weight, QuantizedWeight) and weight.has_output_scale((1,)):
+        if not isinstance(weight, QuantizedWeight):
+            return ExpertWeights(weight.astype(self.dtype), bias, None, *lora)
+        if weight.has_output_scale((1,)):
             return ExpertWeights(weight.qvalue, bias, weight.scale[:, 0], *lora)
-        return ExpertWeights(weight.astype(self.dtype), bias, None, *lora)
+        return ExpertWeights(weight, bias, None, *lora)
 
     def adapter_factors(self) -> tuple[jax.Array | None, jax.Array | None]:
         """lora_a, which includes the scale, and lora_b; for serving, those of the one adapter that
@@ -373,7 +383,7 @@ class DecodeMoe(Moe):
 
     def sparse(self, x: jax.Array, routing: Routing, real: jax.Array | None) -> jax.Array:
         expert_ids = self.expert_ids(routing, real)
-        weights = {name: layer.weights for name, layer in self.experts.layers.items()}
+        weights = {name: layer.stored_weights for name, layer in self.experts.layers.items()}
         if not all(is_supported(part, expert_ids.size) for part in weights.values()):
             return super().sparse(x, routing, real)
         outputs = self.selected(x, expert_ids, routing.weights, weights)
@@ -401,8 +411,9 @@ class DecodeMoe(Moe):
 def is_supported(weights: ExpertWeights, assignments: int) -> bool:
     """Whether the kernel for few rows takes these weights."""
     weight = weights.weight
+    packed = weight.format if isinstance(weight, QuantizedWeight) else ""
     dtypes = jnp.bfloat16, weight.dtype
-    return weights.lora_a is None and supports(assignments, weight.shape, *dtypes)
+    return weights.lora_a is None and supports(assignments, weight.shape, *dtypes, packed)
 
 
 MOES: tuple[type[Moe], ...] = (DecodeMoe, Moe)

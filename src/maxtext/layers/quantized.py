@@ -1,14 +1,15 @@
-"""Models with quantized weights, for inference (fp8, int8 or int4) and under adapters (QLoRA: int8,
-int4 or nf4): which weights, and their sharding.
+"""Models with quantized weights, for inference (fp8, int8, int4 or mxfp4) and under adapters
+(QLoRA: int8, int4 or nf4): which weights, and their sharding.
 
 A weight may be quantized if its metadata names the dimensions that its matmul sums over
-(`Initializer.weight`): those of `Linear` and of experts do. Embeddings, norms, biases, routers and
-everything small stay in floats. In the tree of a model's weights, a `QuantizedWeight` stands in
-place of the array; `Template.bind` takes both.
+(`Initializer.weight`): those of `Linear` and of experts do; in mxfp4, experts alone. Embeddings,
+norms, biases, routers and everything small stay in floats. In the tree of a model's weights, a
+`QuantizedWeight` stands in place of the array; `Template.bind` takes both.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import jax
 from jax.experimental.layout import Format, Layout
@@ -17,7 +18,7 @@ from jax.typing import DTypeLike
 from maxtext.common.trees import Path, flatten_dict, unflatten_dict
 from maxtext.common.types import Tree
 from maxtext.kernels.weight_matmul import EIGHT_BIT
-from maxtext.kernels.weight_only import QuantizedWeight, quantize_weight
+from maxtext.kernels.weight_only import MXFP4, QuantizedWeight, quantize_weight
 from maxtext.layers.adapters import HEAD
 from maxtext.layers.context import BuildContext
 from maxtext.layers.parameters import Initializer, Quantize, Template
@@ -39,6 +40,7 @@ def quantize_weights(
         lambda leaf, contracted, packed: quantize_weight(leaf, contracted, dtype, group, packed),
         template,
         weights,
+        dtype,
         head,
     )
 
@@ -52,6 +54,8 @@ def initial_quantizer(
 
     def quantize(values: jax.Array, contracted: tuple[int, ...], initializer: Initializer) -> Tree:
         if not head and initializer.paths == (HEAD,):
+            return values
+        if not quantizes(dtype, initializer.paths[0].split("/")):
             return values
         stacked_last = initializer.stack_axis is not None and initializer.stack_axis >= values.ndim
         return quantize_weight(values, contracted, dtype, group, not head and not stacked_last)
@@ -70,7 +74,7 @@ def quantize_base(template: Template, weights: Tree, dtype: str, group: int) -> 
         leaf.delete()
         return quantized
 
-    return map_quantizable(quantize, template, weights, head=False)
+    return map_quantizable(quantize, template, weights, dtype, head=False)
 
 
 def abstract_quantized(
@@ -90,6 +94,9 @@ def abstract_quantized(
     def axes_of(leaf: Tree, names: tuple[str | None, ...], contracted: tuple[int, ...]) -> Tree:
         if not isinstance(leaf, QuantizedWeight):
             return names
+        if leaf.format == MXFP4:
+            *outer, _, columns = names
+            return QuantizedWeight((*outer, columns, None), (*outer, columns, None), leaf.packed)
         scale_names = tuple(None if i in contracted else name for i, name in enumerate(names))
         return QuantizedWeight(names, scale_names, leaf.packed)
 
@@ -124,24 +131,32 @@ def layout_for_decode(template: Template, weights: Tree, context: BuildContext) 
     return unflatten_dict({path: set_layout(path, weight) for path, weight in flat.items()})
 
 
+def quantizes(dtype: DTypeLike, path: Sequence[Any]) -> bool:
+    """Whether weights at this path are quantized, if their metadata allows it: mxfp4 is the format
+    of experts, and other matmuls have no kernels for it."""
+    return dtype != MXFP4 or "experts" in path
+
+
 def map_quantizable(
     function: Callable[[Tree, tuple[int, ...], bool], Tree],
     template: Template,
     tree: Tree,
+    dtype: DTypeLike,
     head: bool = True,
 ) -> Tree:
     """A tree like the weights, with `function(leaf, contracted dimensions, packed)` for each weight
-    that may be quantized. Without `head`, the output head may not be, and other weights are packed,
-    unless layers are stacked along their last dimension."""
-    contracted = dict(template.contracted)
-    if not head and HEAD in contracted:
-        contracted[HEAD] = dict.fromkeys(contracted[HEAD], ())
+    that may be quantized to `dtype`. Without `head`, the output head may not be, and other weights
+    are packed, unless layers are stacked along their last dimension."""
+    contracted = {
+        path: dims if quantizes(dtype, path) and (head or path[0] != HEAD) else ()
+        for path, dims in flatten_dict(template.contracted).items()
+    }
     return jax.tree.map(
         lambda _, leaf, dims, axes: (
             function(leaf, dims, not head and axes[-1] != "layers") if dims else leaf
         ),
         template.weights,
         tree,
-        contracted,
+        unflatten_dict(contracted),
         template.axes,
     )

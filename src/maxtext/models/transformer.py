@@ -14,6 +14,7 @@ from maxtext.common import hash_rng
 from maxtext.common.errors import ConfigError
 from maxtext.common.types import Json, Tree
 from maxtext.configs.types import MaxTextConfig
+from maxtext.configs.types.enums import QuantizationType
 from maxtext.layers.adapters import HEAD, AdapterSpec, adapter_inputs, use_adapter_inputs
 from maxtext.layers.attention import ATTENTIONS
 from maxtext.layers.cache import CacheConfig
@@ -397,6 +398,8 @@ def implementations(config: MaxTextConfig, context: BuildContext) -> dict[str, s
         reason = context.eight_bit_unsupported_reason()
         rows = "quantized from 17 rows on" if reason is None else f"not quantized ({reason})"
         described["weights"] = f"{context.quantized_weights}; activations are {rows}"
+    if config.quantization == QuantizationType.MXFP4 and context.mode != TRAIN:
+        described["weights"] = "experts in mxfp4"
     return described
 
 

@@ -71,7 +71,7 @@ def reject_inference_keys(config: MaxTextConfig) -> None:
     values = {
         "checkpoint_is_quantized": "true" if config.checkpoint_is_quantized else "",
         "save_quantized_params_path": config.save_quantized_params_path,
-        "quantization": quantization if quantization == "int4" else "",
+        "quantization": quantization if quantization in ("int4", "mxfp4") else "",
     }
     for key in filter(values.get, values):
         raise ConfigError(

@@ -9,6 +9,7 @@ import pytest
 
 from maxtext.kernels.decode import experts
 from maxtext.kernels.decode.experts import ExpertMatrix, expert_matmul
+from maxtext.kernels.weight_only import MXFP4, QuantizedWeight, quantize_weight
 
 GPU = jax.default_backend() == "gpu"
 
@@ -28,7 +29,10 @@ def choose_experts(rows, choices, count):
 
 def expected_product(x, expert_ids, matrix):
     """[A, N], zeros where there is no expert."""
-    weight, per_row = float64(matrix.weight), expert_ids.size // len(x)
+    weight, per_row = matrix.weight, expert_ids.size // len(x)
+    if isinstance(weight, QuantizedWeight):
+        weight = weight.astype(jnp.float32)
+    weight = float64(weight)
     products = np.zeros((expert_ids.size, weight.shape[-1]))
     for index, expert in enumerate(expert_ids.reshape(-1)):
         if expert < len(weight):
@@ -92,6 +96,48 @@ def test_weights_of_one_byte_with_scales(dtype):
     np.testing.assert_allclose(
         float64(actual), expected, rtol=2**-7, atol=2**-8 * np.abs(expected).max()
     )
+
+
+@pytest.mark.parametrize(
+    ("rows", "choices", "count", "depth", "columns"),
+    [
+        (1, 4, 8, 256, 64),  # one step of eight groups
+        (5, 2, 4, 96, 32),  # fewer groups than a step has
+        (20, 2, 4, 288, 96),  # a whole step and one group more
+    ],
+)
+def test_mxfp4(rows, choices, count, depth, columns):
+    x = draw(rows, depth)
+    expert_ids = choose_experts(rows, choices, count)
+    matrices = [
+        ExpertMatrix(
+            quantize_weight(draw(count, depth, columns, seed=seed) / 8, (1,), MXFP4),
+            bias=draw(count, columns, seed=seed + 9),
+        )
+        for seed in (2, 3)
+    ]
+    actual = expert_matmul(
+        x,
+        jnp.asarray(expert_ids.reshape(-1)),
+        matrices,
+        lambda products: products[0] - 2 * products[1],
+        interpret=not GPU,
+    )
+    first, second = (expected_product(x, expert_ids, matrix) for matrix in matrices)
+    expected = first - 2 * second
+    np.testing.assert_allclose(
+        float64(actual), expected, rtol=2**-7, atol=2**-8 * np.abs(expected).max()
+    )
+
+
+@pytest.mark.skipif(not GPU, reason="the instructions are a GPU's; others emulate them")
+def test_every_code_of_mxfp4_has_its_value():
+    """One input of x at a time is 1, so that each product is a weight."""
+    codes = jnp.arange(256, dtype=jnp.uint8).reshape(1, 16, 16)
+    weight = QuantizedWeight(jnp.tile(codes, (1, 2, 1)), jnp.full((1, 32, 1), 125, jnp.uint8), MXFP4)
+    ones = jnp.eye(32, dtype=jnp.bfloat16)
+    actual = expert_matmul(ones, jnp.zeros(32, jnp.int32), [ExpertMatrix(weight)], lambda p: p[0])
+    np.testing.assert_array_equal(float64(actual), float64(weight.astype(jnp.float32)[0]))
 
 
 @pytest.mark.parametrize(

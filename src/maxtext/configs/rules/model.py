@@ -67,14 +67,36 @@ def quantization_is_implemented(settings: Settings) -> str | None:
     if settings.quantization and settings.quantization.value not in (
         "int8",
         "int4",
+        "mxfp4",
         "fp8",
         "fp8_gpu",
         "fp8_full",
     ):
         return (
             f"quantization={settings.quantization.value} is not implemented: use int8, fp8 or "
-            "fp8_full for training, fp8, int8 or int4 for inference"
+            "fp8_full for training, fp8, int8, int4 or mxfp4 for inference"
         )
+    return None
+
+
+@rule("quantization")
+def mxfp4_is_for_experts(settings: Settings) -> str | None:
+    if settings.quantization is None or settings.quantization.value != "mxfp4":
+        return None
+    if settings.num_experts <= 1:
+        return (
+            "quantization=mxfp4 stores the weights of experts, and this model has none: use int4, "
+            "int8 or fp8"
+        )
+    sizes = {"base_emb_dim": settings.base_emb_dim, "base_moe_mlp_dim": settings.base_moe_mlp_dim}
+    if settings.base_moe_mlp_dim == -1:
+        sizes = {"base_emb_dim": settings.base_emb_dim, "base_mlp_dim": settings.base_mlp_dim}
+    for key, size in sizes.items():
+        if size % 32:
+            return (
+                f"quantization=mxfp4 has a scale for each group of 32 inputs, which do not divide "
+                f"{key}={size}: use int4, int8 or fp8"
+            )
     return None
 
 

@@ -32,6 +32,7 @@ class QuantizationType(str, Enum):
     INT4 = "int4"
     INT8 = "int8"
     INTMP = "intmp"
+    MXFP4 = "mxfp4"
     FP8 = "fp8"
     NANOO_FP8 = "nanoo_fp8"
     FP8_NANO_V2 = "fp8_nanoo"

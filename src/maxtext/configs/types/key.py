@@ -247,8 +247,8 @@ CUSTOM_REMAT_ENGRAM = Need(
     "remat_policy=custom and engram_layers",
 )
 QUANTIZED_WEIGHTS = Need(
-    lambda s: s.quantization and s.quantization.value in ("fp8", "int8", "int4"),
-    "quantization=fp8, int8 or int4",
+    lambda s: s.quantization and s.quantization.value in ("fp8", "int8", "int4", "mxfp4"),
+    "quantization=fp8, int8, int4 or mxfp4",
 )
 CUSTOM_REMAT = Need(lambda s: s.remat_policy == "custom", "remat_policy=custom")
 EXPLICIT_SHARDING = Need(lambda s: s.shard_mode is ShardMode.EXPLICIT, "shard_mode=explicit")

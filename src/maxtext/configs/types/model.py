@@ -67,8 +67,9 @@ class Quantization(Group):
     quantization: None | QuantizationType = key(
         QuantizationType.NONE,
         "Training: matmuls in int8, fp8 (alias fp8_gpu) or fp8_full, which also quantizes the"
-        " output head. Inference: weights in fp8, int8 or int4; fp8 and int8 also quantize the "
-        "activations of more than 16 tokens. Other formats are refused. Empty: off",
+        " output head. Inference: weights in fp8, int8 or int4, or those of experts "
+        "in mxfp4; fp8 and int8 also quantize the activations of more than 16 tokens. Other "
+        "formats are refused. Empty: off",
     )
     replicate_quant_scale: bool = key(
         False,
