@@ -4,11 +4,14 @@ numpy.
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
+from maxtext.hf.quantized import MicroscalingFloat4
 from maxtext.kernels.weight_matmul import xla_matmul
 from maxtext.kernels.weight_only import (
+    MXFP4,
     QuantizedWeight,
     dequantize,
     groups_per_dim,
@@ -146,3 +149,32 @@ def test_quantized_weight_is_a_pytree_and_cannot_be_sliced():
     leaves = jax.tree.leaves(weight)
     assert [leaf.shape for leaf in leaves] == [(8, 4), (1, 4)]
     assert isinstance(jax.tree.map(lambda leaf: leaf, weight), QuantizedWeight)
+
+
+def test_mxfp4_has_the_bytes_of_published_folders():
+    """Random bytes, read as the format of gpt-oss' folders; weights that were in mxfp4 keep their
+    values when they are quantized again."""
+    random = np.random.default_rng(0)
+    codes = random.integers(0, 256, (3, 10, 4, 16)).astype(np.uint8)
+    scales = random.integers(100, 130, (3, 10, 4)).astype(np.uint8)
+    expected = MicroscalingFloat4().dequantize(codes, scales).astype(np.float32)
+    weight = QuantizedWeight(jnp.asarray(codes.reshape(3, 10, 64)), jnp.asarray(scales), MXFP4)
+    assert weight.shape == expected.shape == (3, 128, 10)
+    np.testing.assert_array_equal(weight.astype(jnp.float32), expected)
+    again = quantize_weight(jnp.asarray(expected), (1,), MXFP4)
+    np.testing.assert_array_equal(again.astype(jnp.float32), expected)
+
+
+def test_mxfp4_rounds_to_the_nearest_value():
+    """ml_dtypes rounds to e2m1; the scale of a group is the least power of two with which its
+    largest magnitude rounds to 6 at most."""
+    x = draw(2, 64, 5) * np.exp(2 * draw(2, 1, 5, seed=1))
+    weight = quantize_weight(jnp.asarray(x), (1,), MXFP4)
+    groups = np.moveaxis(x.reshape(2, 2, 32, 5), 3, 1)  # [X, N, G, 32]
+    amax = np.abs(groups).max(axis=-1)
+    exponents = np.ceil(np.log2(amax / 7))
+    np.testing.assert_array_equal(weight.scale, exponents + 127)
+    scaled = groups / 2.0 ** exponents[..., None]
+    rounded = np.clip(scaled, -6, 6).astype(ml_dtypes.float4_e2m1fn).astype(np.float64)
+    expected = np.moveaxis(rounded * 2.0 ** exponents[..., None], 1, 3).reshape(2, 64, 5)
+    np.testing.assert_array_equal(weight.astype(jnp.float32), expected)

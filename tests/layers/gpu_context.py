@@ -6,6 +6,7 @@ import pytest
 from jax.experimental import pallas as pl
 
 from maxtext.kernels.decode import gemv, small_batch_matmul
+from maxtext.layers import moe
 
 
 @contextmanager
@@ -25,4 +26,5 @@ def interpreted_kernels():
         patch.setattr(gemv, "gemv_call", without_assembly(gemv.gemv_call))
         run = small_batch_matmul.small_batch_matmul
         patch.setattr(small_batch_matmul, "small_batch_matmul", without_assembly(run))
+        patch.setattr(moe, "expert_matmul", without_assembly(moe.expert_matmul))
         yield names

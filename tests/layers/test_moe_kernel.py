@@ -4,11 +4,13 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from maxtext import LLM
 from maxtext.common.errors import ConfigError
 from maxtext.configs.derive import Devices
+from maxtext.kernels.weight_only import quantize_weight
 from maxtext.layers.context import BuildContext
 from maxtext.layers.inputs import LayerInputs
 from maxtext.layers.parameters import Initializer, Template
@@ -16,6 +18,7 @@ from maxtext.models.common import moe_spec, router_spec
 from maxtext.models.configuration import load
 from maxtext.models.transformer import refuse_absent_kernels
 from maxtext.trainers.build import build_run_context
+from tests.layers.gpu_context import interpreted_kernels
 
 EXPERTS = ["decoder_block=mixtral", "num_experts=4", "num_experts_per_tok=2"]
 HOPPER = BuildContext("gpu", 1, "9.0", dtype="bfloat16")
@@ -71,3 +74,42 @@ def test_training_and_generation_refuse_to_turn_off_an_absent_kernel():
         build_run_context(config)
     with pytest.raises(ConfigError, match=message):
         LLM.from_config(config)
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize("quantization", ["fp8", "int8", "mxfp4"])
+def test_kernel_for_selected_experts_equals_all_experts(quantization, rows):
+    """The kernel, interpreted, with the reference's choice of experts; weights are dequantized for
+    the reference."""
+    keys = ["base_emb_dim=64", "base_mlp_dim=96", "dtype=bfloat16"]
+    config = load(None, [*EXPERTS, *keys], environ={}, devices=Devices(1))
+
+    def template(context):
+        spec = moe_spec(config, router_spec(config))
+        return Template.of(
+            lambda: spec.build(Initializer(None, "bfloat16", context=context), 64, "bfloat16")
+        )
+
+    reference, fast = template(BuildContext()), template(replace(HOPPER, mode="inference"))
+    random = np.random.default_rng(0)
+    weights = jax.tree.map(
+        lambda leaf: jnp.asarray(random.normal(size=leaf.shape) / 8, leaf.dtype), reference.weights
+    )
+    quantized = {
+        name: {"weight": quantize_weight(layer["weight"], (1,), quantization)}
+        for name, layer in weights["experts"].items()
+    }
+    plain = {
+        name: {"weight": layer["weight"].astype(jnp.bfloat16)} for name, layer in quantized.items()
+    }
+    x = jnp.asarray(random.normal(size=(rows, 1, 64)), jnp.bfloat16)
+    inputs = LayerInputs(jnp.zeros((rows, 1), jnp.int32))
+    with interpreted_kernels() as names:
+        moe = fast.bind(weights | {"experts": quantized})
+        actual, _ = moe.decode(x, inputs)
+    assert "expert_matmul" in names
+    expected, _ = reference.bind(weights | {"experts": plain})(x, inputs)
+    np.testing.assert_allclose(
+        np.asarray(actual, np.float32), np.asarray(expected, np.float32), atol=0.02
+    )
+    assert np.abs(np.asarray(expected, np.float32)).max() > 0.5  # so that the tolerance means much

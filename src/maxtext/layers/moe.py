@@ -384,7 +384,8 @@ class DecodeMoe(Moe):
     def sparse(self, x: jax.Array, routing: Routing, real: jax.Array | None) -> jax.Array:
         expert_ids = self.expert_ids(routing, real)
         weights = {name: layer.stored_weights for name, layer in self.experts.layers.items()}
-        if not all(is_supported(part, expert_ids.size) for part in weights.values()):
+        capability = self.context.capability
+        if not all(is_supported(part, expert_ids.size, capability) for part in weights.values()):
             return super().sparse(x, routing, real)
         outputs = self.selected(x, expert_ids, routing.weights, weights)
         has_expert = (expert_ids < self.spec.router.experts)[..., None]
@@ -408,12 +409,14 @@ class DecodeMoe(Moe):
         return expert_matmul(hidden, ids, [matrices["wo"]], lambda products: products[0])
 
 
-def is_supported(weights: ExpertWeights, assignments: int) -> bool:
+def is_supported(weights: ExpertWeights, assignments: int, capability: str) -> bool:
     """Whether the kernel for few rows takes these weights."""
     weight = weights.weight
     packed = weight.format if isinstance(weight, QuantizedWeight) else ""
     dtypes = jnp.bfloat16, weight.dtype
-    return weights.lora_a is None and supports(assignments, weight.shape, *dtypes, packed)
+    return weights.lora_a is None and supports(
+        assignments, weight.shape, *dtypes, packed, capability
+    )
 
 
 MOES: tuple[type[Moe], ...] = (DecodeMoe, Moe)

@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 from maxtext.common.trees import Path, flatten_dict, unflatten_dict
 from maxtext.common.types import Tree
 from maxtext.kernels.weight_matmul import EIGHT_BIT
-from maxtext.kernels.weight_only import MXFP4, QuantizedWeight, quantize_weight
+from maxtext.kernels.weight_only import INT8, MXFP4, QuantizedWeight, quantize_weight
 from maxtext.layers.adapters import HEAD
 from maxtext.layers.context import BuildContext
 from maxtext.layers.parameters import Initializer, Quantize, Template
@@ -112,15 +112,16 @@ def abstract_quantized(
 
 def layout_for_decode(template: Template, weights: Tree, context: BuildContext) -> Tree:
     """fp8 and int8 weights with the contracted dimensions minor in memory, as the kernels for few
-    rows and 8-bit products read them on one GPU; weights of a `WeightLayout` are so already, and
-    the kernels of experts read rows of outputs. The arrays that are given are donated."""
+    rows and 8-bit products read them on one GPU; weights of a `WeightLayout` are so already. The
+    kernel for int8 experts reads rows of outputs. The arrays that are given are donated."""
     if context.only_platform != "gpu":
         return weights
 
     def set_layout(path: Path, weight: Tree) -> Tree:
         dims = contracted[path]
-        is_eight_bit = isinstance(weight, QuantizedWeight) and weight.format in EIGHT_BIT
-        if not dims or not is_eight_bit or "experts" in path:
+        if not dims or not isinstance(weight, QuantizedWeight) or weight.format not in EIGHT_BIT:
+            return weight
+        if weight.format == INT8 and "experts" in path:
             return weight
         order = (*(axis for axis in range(weight.ndim) if axis not in dims), *dims)
         layout = Format(Layout(order), weight.qvalue.sharding)

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from maxtext.kernels.decode import experts
-from maxtext.kernels.decode.experts import ExpertMatrix, expert_matmul
+from maxtext.kernels.decode.experts import ExpertMatrix, expert_matmul, fp8_rows
+from maxtext.kernels.decode.tiles import Tiles
 from maxtext.kernels.weight_only import MXFP4, QuantizedWeight, quantize_weight
 
 GPU = jax.default_backend() == "gpu"
@@ -130,11 +131,56 @@ def test_mxfp4(rows, choices, count, depth, columns):
     )
 
 
+@pytest.mark.parametrize("packed", ["", MXFP4])
+@pytest.mark.parametrize("rows", [1, 12])
+def test_spans_of_inputs_are_added(packed, rows):
+    """Spans of one step, the last of which is empty."""
+    expert_ids = choose_experts(rows, 2, 6)
+    x = draw(rows, 5 * 64)
+    weight = draw(6, 5 * 64, 64, dtype=jnp.float32)
+    if packed:
+        weight = quantize_weight(weight, (1,), packed)
+        scale = None
+    else:
+        weight = weight.astype(jnp.float8_e4m3fn)
+        scale = jnp.abs(draw(6, 64, seed=6, dtype=jnp.float32))
+    matrices = [ExpertMatrix(weight, scale, draw(6, 64, seed=seed)) for seed in (7, 8)]
+    actual = expert_matmul(
+        x,
+        jnp.asarray(expert_ids.reshape(-1)),
+        matrices,
+        lambda products: products[0] * products[1],
+        Tiles(columns=32, depth=64, warps=4),
+        spans=4,
+        interpret=not GPU,
+    )
+    first, second = (expected_product(x, expert_ids, matrix) for matrix in matrices)
+    expected = first * second
+    np.testing.assert_allclose(
+        float64(actual), expected, rtol=2**-7, atol=2**-8 * np.abs(expected).max()
+    )
+
+
+def test_rows_in_fp8_have_the_precision_of_bfloat16():
+    x = draw(7, 96) * 2.0 ** draw(7, 1, seed=1)
+    x = x.at[0].set(0).at[1, 0].set(2.0**100)
+    parts, scale = fp8_rows(x)
+    high, low = float64(parts)
+    actual = (high + low / 16) * float64(scale)[:, None]
+    expected = float64(x)
+    amax = np.abs(expected).max(axis=1, keepdims=True)
+    is_large = np.abs(expected) > 2.0**-14 * amax
+    np.testing.assert_array_equal(actual[is_large], expected[is_large])
+    assert np.all(np.abs(actual - expected) <= 2.0**-21 * amax)
+
+
 @pytest.mark.skipif(not GPU, reason="the instructions are a GPU's; others emulate them")
 def test_every_code_of_mxfp4_has_its_value():
     """One input of x at a time is 1, so that each product is a weight."""
     codes = jnp.arange(256, dtype=jnp.uint8).reshape(1, 16, 16)
-    weight = QuantizedWeight(jnp.tile(codes, (1, 2, 1)), jnp.full((1, 32, 1), 125, jnp.uint8), MXFP4)
+    weight = QuantizedWeight(
+        jnp.tile(codes, (1, 2, 1)), jnp.full((1, 32, 1), 125, jnp.uint8), MXFP4
+    )
     ones = jnp.eye(32, dtype=jnp.bfloat16)
     actual = expert_matmul(ones, jnp.zeros(32, jnp.int32), [ExpertMatrix(weight)], lambda p: p[0])
     np.testing.assert_array_equal(float64(actual), float64(weight.astype(jnp.float32)[0]))
@@ -149,6 +195,7 @@ def test_every_code_of_mxfp4_has_its_value():
         (8, (128, 2048, 750), "bfloat16", "bfloat16", False),
         (8, (128, 2048, 768), "float32", "float32", False),
         (8, (256, 7168, 2048), "bfloat16", "bfloat16", False),  # indices have 31 bits
+        (8, (32, 2880, 2880), "bfloat16", "float8_e4m3fn", True),
     ],
 )
 def test_supports(assignments, shape, dtype, weight_dtype, supported):
