@@ -259,6 +259,13 @@ def written(pair, further=False):
 
 
 @pytest.mark.slow
+def test_experts_that_stay_in_mxfp4_have_the_same_values(gpt_oss):
+    kept = LLM.load(gpt_oss.folder, quantization="mxfp4", **SETTINGS)
+    assert any(weight.dtype == jnp.uint8 for weight in jax.tree.leaves(kept.weights))
+    assert distance(kept.logits(gpt_oss.ids), gpt_oss.scores) < TOLERANCE
+
+
+@pytest.mark.slow
 def test_scores_and_saving(pair, tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(LOGGER, "propagate", True)
     with caplog.at_level(logging.INFO, "maxtext"):
