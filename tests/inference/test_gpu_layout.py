@@ -17,6 +17,7 @@ from maxtext.kernels.decode.tiles import Tiles
 from maxtext.layers import decoder_layer
 from maxtext.layers.block import Block
 from maxtext.layers.weight_layout import leaf_layouts
+from maxtext.models.transformer import implementations
 from tests.layers.gpu_context import interpreted_kernels
 
 TINY = {
@@ -206,6 +207,26 @@ def test_rows_quantized_to_fp8(kernels, monkeypatch, keys, expected):
     kernels.clear()
     assert np.mean(tokens == generate()) >= 0.9
     assert not kernels & expected
+
+
+def test_blocks_for_fp8_weights_are_reported_with_reasons():
+    llm = load(SINGLE | {"quantization": "fp8", "decoder_block": "llama2"})
+    gpu = replace(inference_context(llm.config, llm.rules), platform="gpu", capability="9.0")
+
+    def chosen(**changes):
+        return implementations(llm.config, replace(gpu, **changes))["layers"]
+
+    fewer = "(not GEMV: decodes a single sequence)"
+    assert chosen() == f"1 of 1 fp8 decode {fewer}"
+    assert chosen(decode_rows=1) == "1 of 1 GEMV"
+    for changes in (
+        {"capability": "8.0"},
+        {"num_devices": 2},
+        {"quantized_weights": "int8"},
+        {"dtype": "float32"},
+        {"scanned": True},
+    ):
+        assert chosen(**changes) == f"1 of 1 plain {fewer}", changes
 
 
 EXPERT_SHAPE = {"base_emb_dim": 64, "base_moe_mlp_dim": 32, "num_experts": 6, "scan_layers": False}
