@@ -14,7 +14,10 @@ from maxtext.configs.sources import from_python
 from maxtext.inference.loading import inference_context, resolve_config
 from maxtext.kernels.decode import gemv
 from maxtext.kernels.decode.tiles import Tiles
+from maxtext.layers import decoder_layer
+from maxtext.layers.block import Block
 from maxtext.layers.weight_layout import leaf_layouts
+from maxtext.models.transformer import implementations
 from tests.layers.gpu_context import interpreted_kernels
 
 TINY = {
@@ -172,6 +175,59 @@ def test_several_rows(kernels):
     check_greedy(np.random.default_rng(1).integers(0, 64, (3, 7)), {})
     assert "split_qkv" in kernels
     assert not kernels & ALL
+
+
+FP8_ROWS = {"fp8_quantize_rows", "fp8_norm_quantize_rows", "fp8_gate_quantize_rows"}
+FP8_CACHE = {"quantize_kvcache": True, "kv_quant_dtype": "fp8", "kv_quant_axis": "dkv"}
+FP8_FAMILIES = {
+    "llama": ({"decoder_block": "llama2", **FP8_CACHE}, FP8_ROWS),
+    "post-norms": ({"decoder_block": "gemma2", **POST_NORMS}, FP8_ROWS),
+    "experts": (
+        {"decoder_block": "mixtral", "base_mlp_dim": 64, **EXPERTS},
+        FP8_ROWS - {"fp8_gate_quantize_rows"},
+    ),
+}
+
+
+@pytest.mark.representative("llama")
+@pytest.mark.parametrize(("keys", "expected"), FP8_FAMILIES.values(), ids=list(FP8_FAMILIES))
+@pytest.mark.slow
+def test_rows_quantized_to_fp8(kernels, monkeypatch, keys, expected):
+    """The tokens are those of the plain block, which quantizes the same rows by XLA, unless two
+    logits are close."""
+    prompts = np.random.default_rng(4).integers(0, 64, (17, 5))
+
+    def generate():
+        llm = load(SINGLE | {"quantization": "fp8", **keys}, "gpu")
+        return llm.generate(prompts, max_new_tokens=4, ignore_eos=True)
+
+    tokens = generate()
+    assert {name for name in kernels if name.startswith("fp8")} == expected
+    assert "split_qkv" in kernels
+    monkeypatch.setattr(decoder_layer, "BLOCKS", (Block,))
+    kernels.clear()
+    assert np.mean(tokens == generate()) >= 0.9
+    assert not kernels & expected
+
+
+def test_blocks_for_fp8_weights_are_reported_with_reasons():
+    llm = load(SINGLE | {"quantization": "fp8", "decoder_block": "llama2"})
+    gpu = replace(inference_context(llm.config, llm.rules), platform="gpu", capability="9.0")
+
+    def chosen(**changes):
+        return implementations(llm.config, replace(gpu, **changes))["layers"]
+
+    fewer = "(not GEMV: decodes a single sequence)"
+    assert chosen() == f"1 of 1 fp8 decode {fewer}"
+    assert chosen(decode_rows=1) == "1 of 1 GEMV"
+    for changes in (
+        {"capability": "8.0"},
+        {"num_devices": 2},
+        {"quantized_weights": "int8"},
+        {"dtype": "float32"},
+        {"scanned": True},
+    ):
+        assert chosen(**changes) == f"1 of 1 plain {fewer}", changes
 
 
 EXPERT_SHAPE = {"base_emb_dim": 64, "base_moe_mlp_dim": 32, "num_experts": 6, "scan_layers": False}

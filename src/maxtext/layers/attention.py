@@ -256,10 +256,12 @@ class Attention(Sublayer):
             ring = "chunk" if spec.mask.chunk else "window"
         assert block_table is not None
         q, k, v = self.constrain_qkv(q, k, v, inputs)
-        stored, _ = round_trip(pool, {KEY: k, VALUE: v})
+        new = {KEY: k, VALUE: v}
+        if not paged_attention.quantizes_heads(pool):
+            new, _ = round_trip(pool, new)
         context, written = paged_attention.paged_attention(
             q[:, 0],
-            {name: array[:, 0] for name, array in stored.items()},
+            {name: array[:, 0] for name, array in new.items()},
             pool,
             block_table,
             inputs.positions[:, 0],

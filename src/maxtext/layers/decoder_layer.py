@@ -10,6 +10,11 @@ from maxtext.layers.fp8_block import (
     Fp8MlpBlock,
     Fp8SublayersBlock,
 )
+from maxtext.layers.fp8_decode_block import (
+    Fp8DecodeAttentionBlock,
+    Fp8DecodeBlock,
+    Fp8DecodeMlpBlock,
+)
 from maxtext.layers.gemv_block import GemvAttentionBlock, GemvBlock, GemvMlpBlock
 from maxtext.layers.parameters import Initializer
 from maxtext.layers.specs import LayerSpec
@@ -23,6 +28,9 @@ BLOCKS: tuple[type[Block], ...] = (
     GemvBlock,
     GemvAttentionBlock,
     GemvMlpBlock,
+    Fp8DecodeBlock,
+    Fp8DecodeAttentionBlock,
+    Fp8DecodeMlpBlock,
     ParallelBlock,
     Block,
 )

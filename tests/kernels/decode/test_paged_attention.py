@@ -183,6 +183,28 @@ def test_groups_are_rows_that_begin_with_the_same_pages(pages, expected):
     np.testing.assert_array_equal(groups.row_lengths, lengths)
 
 
+@pytest.mark.parametrize("splits", [1, 3])
+def test_new_tokens_are_quantized_by_the_kernel(splits):
+    q, *floats, table = problem()
+    new, pool = (
+        dict(zip(("key", "key_scale", "value", "value_scale"), arrays, strict=True))
+        for arrays in (
+            [part for x in arrays.values() for part in quantize(x, (x.ndim - 1,), E4M3)]
+            for arrays in floats
+        )
+    )
+    new, pool = (
+        {name: x[..., 0] if name.endswith("scale") else x for name, x in arrays.items()}
+        for arrays in (new, pool)
+    )
+    assert decode.quantizes_heads(pool)
+    expected = run(q, new, pool, table, splits=splits)
+    actual = run(q, floats[0], pool, table, splits=splits)
+    np.testing.assert_allclose(actual[0], expected[0], atol=1e-6)
+    for name, array in expected[1].items():
+        assert np.array_equal(actual[1][name], array), name
+
+
 @pytest.mark.parametrize("by_head", [True, False])
 @pytest.mark.parametrize("dtype", [jnp.int8, E4M3, *([] if GPU else [jnp.int4])])
 @pytest.mark.slow

@@ -45,6 +45,7 @@ from maxtext.kernels.decode.prefix_attention import (
     PrefixGroups,
     prefix_attention,
 )
+from maxtext.kernels.fp8.quantize import E4M3, scale_from_amax
 
 PROGRAMS = 528  # four for each multiprocessor of an H100 or H200; more are slower to combine
 MIN_SPLITS = 2  # balances sequences of different lengths
@@ -99,7 +100,8 @@ def paged_attention(
 
     q [B, H, D]; `new` has "key" and "value" [B, K, D] in the dtype of the pool, which is
     [P, block_size, K, D]; a quantized pool also has "key_scale" and "value_scale", [B] or [B, K]
-    for a token. block_table [B, C]: the blocks of each row. positions [B] of the new tokens; -1 for
+    for a token. If `quantizes_heads(pool)`, `new` may have floats without scales, which the kernel
+    quantizes. block_table [B, C]: the blocks of each row. positions [B] of the new tokens; -1 for
     an idle row, whose output is 0. `groups` of rows that share blocks, which are read once.
     `tile_size`: tokens that a program reads at a time; reduced to a divisor of block_size. With a
     `ring`, each row has one block.
@@ -167,12 +169,13 @@ def attend_spans(
     by_span = pl.BlockSpec((None, None, None, group_size), lambda b, k, s: (b, k, s, 0))
     pool_specs = [head_spec(len(array), array, lambda b: 0) for array in flat_pool.values()]
     spans = (batch, kv_heads, splits, group_size)
-    num_inputs = 3 + len(flat_pool) + len(prefix)
+    num_inputs = 3 + len(new) + len(prefix)
     num_outputs = 1 if is_whole else 3
     outputs = pl.pallas_call(
         functools.partial(
             attention_span,
             names=tuple(flat_pool),
+            new_names=tuple(new),
             group_size=group_size,
             padded_group=max(MIN_ROWS, pl.next_power_of_2(group_size)),
             splits=splits,
@@ -185,7 +188,7 @@ def attend_spans(
             query_heads,
             pl.BlockSpec((None, block_table.shape[1]), lambda b, k, s: (b, 0)),
             by_row,
-            *(head_spec(None, new[name], lambda b: b) for name in flat_pool),
+            *(head_spec(None, array, lambda b: b) for array in new.values()),
             *([by_row, query_heads, by_head, by_head] if prefix else []),
             *pool_specs,
         ],
@@ -205,7 +208,7 @@ def attend_spans(
         compiler_params=triton.CompilerParams(
             num_warps=2 if tile_options["tile_size"] <= MAX_TWO_WARP_TILE else 4, num_stages=stages
         ),
-    )(q, block_table, positions, *(new[name] for name in flat_pool), *prefix, *flat_pool.values())
+    )(q, block_table, positions, *new.values(), *prefix, *flat_pool.values())
     written = outputs[num_outputs:]
     return list(outputs[:num_outputs]), dict(zip(flat_pool, written, strict=True))
 
@@ -280,6 +283,7 @@ def attention_span(
     position_ref: Ref,
     *refs: Ref,
     names: tuple[str, ...],
+    new_names: tuple[str, ...],
     group_size: int,
     padded_group: int,
     block_size: int,
@@ -292,13 +296,14 @@ def attention_span(
 ) -> None:
     """One span of a sequence for one key/value head: the weighted sum of its values, its largest
     logit, and the sum of its softmax weights; if `is_whole`, the attention output."""
-    num_pools = len(names)
+    num_pools, num_new = len(names), len(new_names)
     num_last = num_pools + (1 if is_whole else 3)  # the outputs
-    news, pools = (
-        dict(zip(names, part, strict=True))
-        for part in (refs[:num_pools], refs[-num_last - num_pools : -num_last])
-    )
-    prefix_refs = refs[num_pools : -num_last - num_pools]
+    new_refs, pool_refs = refs[:num_new], refs[-num_last - num_pools : -num_last]
+    news = {name: ref[...] for name, ref in zip(new_names, new_refs, strict=True)}
+    pools = dict(zip(names, pool_refs, strict=True))
+    if len(news) < len(pools):
+        news = quantize_heads(news, pools["key"].dtype)
+    prefix_refs = refs[num_new : -num_last - num_pools]
     partial_refs, written = refs[-num_last:-num_pools], refs[-num_pools:]
     row = jnp.arange(padded_group)
     q = q_ref[jnp.minimum(row, group_size - 1), :]
@@ -323,7 +328,7 @@ def attention_span(
         visible = (at < end) & (at != place)
         return add_tile(q, pools, slots, visible, partial, scale=scale, soft_cap=soft_cap)
 
-    new_key, new_value = (news[name][...].astype(jnp.float32) for name in ("key", "value"))
+    new_key, new_value = (news[name].astype(jnp.float32) for name in ("key", "value"))
     logits = (q.astype(jnp.float32) * new_key[None, :]).sum(axis=1) * scale
     logits = soft_capped(scaled(logits, news, "key", ...), soft_cap)
     value = scaled(new_value, news, "value", ...)
@@ -343,8 +348,25 @@ def attention_span(
     written_place = jnp.maximum(place, 0)
     slot = block_table_ref[written_place // block_size] * block_size + written_place % block_size
     for name, ref in zip(names, written, strict=True):
-        new = news[name][...]
+        new = news[name]
         triton.store(ref.at[slot], new, mask=jnp.broadcast_to(owns_new_token, new.shape))
+
+
+def quantizes_heads(pool: dict[str, Array]) -> bool:
+    """Whether the kernel can quantize new keys and values: the pool is fp8 and has a scale for
+    each head of a token, [P, block_size, K]."""
+    scale = pool.get("key_scale")
+    return scale is not None and scale.ndim == 3 and pool["key"].dtype == E4M3
+
+
+def quantize_heads(news: dict[str, Array], dtype: DTypeLike) -> dict[str, Array]:
+    """In a kernel: the key and the value [D] of a head in fp8 `dtype`, and their scales []."""
+    quantized: dict[str, Array] = {}
+    for name, values in news.items():
+        values = values.astype(jnp.float32)
+        scale = scale_from_amax(jnp.max(jnp.abs(values)), dtype)
+        quantized |= {name: (values * (1 / scale)).astype(dtype), f"{name}_scale": scale}
+    return quantized
 
 
 def read_prefix(refs: Any, row: Array, group_size: int, is_used: Array) -> Partial:
