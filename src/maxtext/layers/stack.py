@@ -62,6 +62,10 @@ class RematTensors:
         return jax.checkpoint(function, policy=policy, prevent_cse=not in_scan)
 
 
+# run(graph, state, x, inputs) -> (residual, aux) of one layer
+RunLayer = Callable[[nnx.GraphDef, nnx.State, jax.Array, LayerInputs], tuple[jax.Array, Aux]]
+
+
 def build(spec: Spec, dtype: DTypeLike, initializer: Initializer) -> Sublayer:
     return spec.build(initializer, dtype)
 
@@ -121,21 +125,26 @@ class Stack(nnx.Module):
 
     def unroll(self, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, dict[int, Aux]]:
         auxes: dict[int, list[Aux]] = {index: [] for index in range(len(self.blocks))}
-        programs: list[Callable[..., tuple[jax.Array, Aux]]] = [
-            partial(self.apply, nnx.split(layers[0])[0]) for layers in self.blocks
-        ]
-        if self.segment.repeats > 1 and isinstance(x, jax.core.Tracer):
-            # Inside a program, layers of one index in the pattern are traced once and called.
-            programs = list(map(jax.jit, programs))
+        programs = self.layer_programs(self.apply, x)
         for repeat in range(self.segment.repeats):
-            for index, (layers, program) in enumerate(zip(self.blocks, programs, strict=True)):
+            for index, program in enumerate(programs):
                 layer_inputs = self.layer_inputs(inputs, repeat, index)
-                x, aux = program(nnx.split(layers[repeat])[1], x, layer_inputs)
+                x, aux = program(self.layer_state(index, repeat), x, layer_inputs)
                 auxes[index].append(aux)
         return x, {
             index: jax.tree.map(lambda *values: jnp.stack(values), *by_repeat)
             for index, by_repeat in auxes.items()
         }
+
+    def layer_programs(self, run: RunLayer, x: jax.Array) -> list[Callable[..., Any]]:
+        """`run` with the graph of the layers of each index in the pattern: (state, x, inputs) ->
+        (residual, aux). Inside a program, these layers are traced once and called."""
+        programs: list[Callable[..., Any]] = []
+        for layers in self.blocks:
+            first = layers if self.scanned else layers[0]
+            programs.append(partial(run, nnx.split(first)[0]))
+        is_traced = isinstance(x, jax.core.Tracer)
+        return list(map(jax.jit, programs)) if self.segment.repeats > 1 and is_traced else programs
 
     def scan(self, x: jax.Array, inputs: LayerInputs) -> tuple[jax.Array, dict[int, Aux]]:
         graphs, states = zip(
@@ -160,22 +169,30 @@ class Stack(nnx.Module):
         """The residual after each of these layers, which have a cache each, and the updated
         caches."""
         residuals, updated = [], []
+        programs = self.layer_programs(self.extend_cache, x)
         for layer_index in range(self.segment.layers):
             repeat, index = divmod(layer_index, len(self.segment.pattern))
-            layer = self.layer(index, repeat)
-            forward = layer.decode if x.shape[1] == 1 else layer
-            layer_inputs = replace(inputs, cache=caches[layer_index], repeat=repeat)
-            with use_adapter_inputs(layer_inputs):
-                x, aux = forward(x, layer_inputs)
+            layer_inputs = self.layer_inputs(inputs, repeat, index)
+            layer_inputs = replace(layer_inputs, cache=caches[layer_index])
+            x, aux = programs[index](self.layer_state(index, repeat), x, layer_inputs)
             residuals.append(x)
             updated.append(aux["cache"])
         return residuals, updated
 
-    def layer(self, index: int, repeat: int) -> Sublayer:
+    def layer_state(self, index: int, repeat: int) -> nnx.State:
+        """The weights of one layer."""
         if not self.scanned:
-            return self.blocks[index][repeat]
-        graph, stacked = layers_first(self.blocks[index], self.scan_axis)
-        return nnx.merge(graph, jax.tree.map(lambda value: value[repeat], stacked))
+            return nnx.split(self.blocks[index][repeat])[1]
+        _, stacked = layers_first(self.blocks[index], self.scan_axis)
+        return jax.tree.map(lambda value: value[repeat], stacked)
+
+    @staticmethod
+    def extend_cache(
+        graph: nnx.GraphDef, state: nnx.State, x: jax.Array, inputs: LayerInputs
+    ) -> tuple[jax.Array, Aux]:
+        layer = nnx.merge(graph, state)
+        with use_adapter_inputs(inputs):
+            return layer.decode(x, inputs) if x.shape[1] == 1 else layer(x, inputs)
 
     def apply(
         self, graph: nnx.GraphDef, state: nnx.State, x: jax.Array, inputs: LayerInputs
