@@ -270,6 +270,6 @@ def test_contradicting_quantization_keys_raise(folders, llama, tmp_path):
     text = (int8 / "config.yml").read_text().replace("quantization: int8", "")
     (tmp_path / "unsaid" / "config.yml").write_text(text)
     with pytest.raises(
-        UserError, match=r"config.yml must say quantization: fp8 or int8 or int4, not None"
+        UserError, match=r"config.yml must say quantization: fp8 or int8 or int4 or mxfp4, not None"
     ):
         open_checkpoint(tmp_path / "unsaid")

@@ -127,7 +127,7 @@ def build_stacked(make: Make, initializers: Sequence[Initializer], axis: int) ->
         ]
         stacked = jax.tree.unflatten(jax.tree.structure(jax.eval_shape(weights, keys[0])), parts)
     elif keys:
-        stacked = jax.vmap(weights, out_axes=axes)(jnp.stack(keys))
+        stacked = jax.jit(jax.vmap(weights, out_axes=axes))(jnp.stack(keys))
     else:
         stacked = jax.tree.map(
             lambda value, axis: jnp.zeros(

@@ -196,7 +196,8 @@ def expert_matmul(
 
 @dataclass(frozen=True)
 class Block:
-    """What a program computes: `columns` in up to `steps` steps of `depth` inputs."""
+    """The part of the outputs that a program computes: `columns`, in up to `steps` steps of `depth`
+    inputs."""
 
     columns: int
     depth: int
