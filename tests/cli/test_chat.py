@@ -1,10 +1,15 @@
 """`maxtext chat` in a pipe: each line is a message or a command."""
 
 import io
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from maxtext.cli.chat import ReplyThread
 from maxtext.cli.main import main
+from maxtext.common.errors import UserError
 from maxtext.tokenizers import ByteTokenizer
 from tests.cli.fake_llm import FakeLLM
 from tests.cli.terminal_child import run_in_terminal
@@ -216,3 +221,25 @@ def test_real_model(chat_model, greedy_ids, monkeypatch, capsys):
         replies.append(llm.tokenizer.decode(greedy_ids(ids, 64 - len(ids))[len(ids) :]))
         messages.append(("assistant", replies[-1]))
     assert capsys.readouterr().out == "".join(f"{text}\n" for text in replies)
+
+
+def test_end_of_a_connection_after_an_interrupt_is_no_error():
+    """The thread of a stopped reply reports the connection that the interrupt closed."""
+    aborted = threading.Event()
+
+    def deltas():
+        aborted.wait(10)
+        raise UserError("the connection ended")
+        yield
+
+    def abort():
+        aborted.set()
+        reply.thread.join(10)  # its error comes first
+
+    reply = ReplyThread(deltas(), abort)
+    reply.thread.start()
+    with ThreadPoolExecutor(1) as pool:
+        received = pool.submit(list, reply)
+        time.sleep(0.02)
+        reply.stop()
+        assert received.result(10) == []

@@ -192,7 +192,8 @@ class ReplyThread:
                     item = self.queue.get(timeout=POLL_SECONDS)
                 except queue.Empty:
                     continue
-                if item is None:
+                # When the reply is stopped, its thread may report the end of its connection.
+                if item is None or self.stopped.is_set():
                     return
                 if isinstance(item, BaseException):
                     raise item

@@ -148,9 +148,8 @@ def expert_matmul(
     grid = min(assignments, experts), columns // block_columns
     steps = -(-depth // block_depth)
     if spans is None:
-        spans = (
-            num_spans(math.prod(grid), steps) if jnp.dtype(first.weight.dtype).itemsize == 1 else 1
-        )
+        has_codes = jnp.dtype(first.weight.dtype).itemsize == 1
+        spans = num_spans(math.prod(grid), steps) if has_codes else 1
     row_scale = None
     if first.is_mxfp4:
         x = x.reshape(len(x), depth // CODES, CODES).transpose(2, 0, 1)
