@@ -260,9 +260,9 @@ def written(pair, further=False):
 
 @pytest.mark.slow
 def test_experts_that_stay_in_mxfp4_have_the_same_values(gpt_oss):
-    kept = LLM.load(gpt_oss.folder, quantization="mxfp4", **SETTINGS)
-    assert any(weight.dtype == jnp.uint8 for weight in jax.tree.leaves(kept.weights))
-    assert distance(kept.logits(gpt_oss.ids), gpt_oss.scores) < TOLERANCE
+    model = LLM.load(gpt_oss.folder, quantization="mxfp4", **SETTINGS)
+    assert any(weight.dtype == jnp.uint8 for weight in jax.tree.leaves(model.weights))
+    assert distance(model.logits(gpt_oss.ids), gpt_oss.scores) < TOLERANCE
 
 
 @pytest.mark.slow

@@ -85,8 +85,8 @@ def test_folders(quantized, scan_layers, tmp_path):
     again.save_hf(tmp_path / "hf")
     floats = LLM.load(tmp_path / "hf", scan_layers=scan_layers, **LOADED)
     np.testing.assert_allclose(floats.logits(IDS), expected, atol=1e-5)
-    kept = LLM.load(tmp_path / "hf", quantization=MXFP4, scan_layers=scan_layers, **LOADED)
-    np.testing.assert_array_equal(kept.logits(IDS), again.logits(IDS))
+    mxfp4 = LLM.load(tmp_path / "hf", quantization=MXFP4, scan_layers=scan_layers, **LOADED)
+    np.testing.assert_array_equal(mxfp4.logits(IDS), again.logits(IDS))
 
 
 @pytest.mark.parametrize(

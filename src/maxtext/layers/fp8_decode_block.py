@@ -23,7 +23,11 @@ from maxtext.kernels.weight_only import FP8, QuantizedWeight
 from maxtext.layers.attention import attends_in_place
 from maxtext.layers.block import Block, normalize
 from maxtext.layers.context import INFERENCE, BuildContext
-from maxtext.layers.gemv_block import GATES
+from maxtext.layers.gemv_block import (
+    attention_spec_reason,
+    mlp_spec_reason,
+    residual_spec_reason,
+)
 from maxtext.layers.inputs import Aux, LayerInputs
 from maxtext.layers.linear import Linear, PackedLinear
 from maxtext.layers.mlp import ACTIVATIONS
@@ -117,13 +121,10 @@ def quantized_weight(linear: Linear | PackedLinear) -> QuantizedTensor:
 
 
 def attention_unsupported_reason(spec: LayerSpec, context: BuildContext) -> str | None:
+    if (reason := attention_spec_reason(spec)) is not None:
+        return reason
     attention = spec.attention
-    if not isinstance(attention, AttentionSpec):
-        return f"fuses softmax attention, not {type(attention).__name__.removesuffix('Spec')}"
-    if attention.gated:
-        return "fuses attention without gates only"
-    if not spec.attention_norm:
-        return "fuses a norm before attention"
+    assert isinstance(attention, AttentionSpec)
     inputs = attention.query_heads * attention.head_dim
     return (
         attention.split_qkv_unsupported_reason
@@ -133,13 +134,12 @@ def attention_unsupported_reason(spec: LayerSpec, context: BuildContext) -> str 
 
 
 def mlp_unsupported_reason(spec: LayerSpec, context: BuildContext) -> str | None:
+    if (reason := mlp_spec_reason(spec)) is not None:
+        return reason
     mlp = spec.mlp
-    if not isinstance(mlp, MlpSpec):
-        return f"fuses gated MLPs, not {type(mlp).__name__.removesuffix('Spec')}"
-    if not mlp.is_gated or mlp.fused or mlp.bias or mlp.activations[0] not in GATES:
-        return f"fuses gated MLPs without biases, by {', '.join(GATES)}, only"
-    if not spec.mlp_norm:
-        return "fuses a norm before the MLP"
+    assert isinstance(mlp, MlpSpec)
+    if mlp.fused:
+        return "fuses separate gate and up projections only"
     return columns_unsupported_reason(
         [spec.embed_dim, mlp.hidden_dim]
     ) or fusion_unsupported_reason(spec, context)
@@ -158,12 +158,9 @@ def fusion_unsupported_reason(spec: LayerSpec, context: BuildContext) -> str | N
         return "needs fp8 weights"
     if context.dtype != "bfloat16":
         return f"needs dtype=bfloat16, not {context.dtype}"
-    if spec.parallel or spec.streams is not None:
-        return "fuses sequential blocks with one residual stream only"
-    if spec.norm.kind != "rms" or not spec.norm.scaled:
-        return "fuses RMSNorm with a scale only"
     return (
-        context.eight_bit_unsupported_reason()
+        residual_spec_reason(spec)
+        or context.eight_bit_unsupported_reason()
         or packing_unsupported_reason(context)
         or context.single_gpu_unsupported_reason((8, 9))
     )

@@ -87,7 +87,8 @@ class GemvBlock(GemvAttentionBlock, GemvMlpBlock):
         return attention_unsupported_reason(spec, context) or mlp_unsupported_reason(spec, context)
 
 
-def attention_unsupported_reason(spec: LayerSpec, context: BuildContext) -> str | None:
+def attention_spec_reason(spec: LayerSpec) -> str | None:
+    """Why no fused decode step computes this attention with its norm; None if one may."""
     attention = spec.attention
     if not isinstance(attention, AttentionSpec):
         return f"fuses softmax attention, not {type(attention).__name__.removesuffix('Spec')}"
@@ -95,6 +96,35 @@ def attention_unsupported_reason(spec: LayerSpec, context: BuildContext) -> str 
         return "fuses attention without gates only"
     if not spec.attention_norm:
         return "fuses a norm before attention"
+    return None
+
+
+def mlp_spec_reason(spec: LayerSpec) -> str | None:
+    """As `attention_spec_reason`, for the MLP."""
+    mlp = spec.mlp
+    if not isinstance(mlp, MlpSpec):
+        return f"fuses gated MLPs, not {type(mlp).__name__.removesuffix('Spec')}"
+    if not mlp.is_gated or mlp.bias or mlp.activations[0] not in GATES:
+        return f"fuses gated MLPs without biases, by {', '.join(GATES)}, only"
+    if not spec.mlp_norm:
+        return "fuses a norm before the MLP"
+    return None
+
+
+def residual_spec_reason(spec: LayerSpec) -> str | None:
+    """As `attention_spec_reason`, for the norms and sums around both."""
+    if spec.parallel or spec.streams is not None:
+        return "fuses sequential blocks with one residual stream only"
+    if spec.norm.kind != "rms" or not spec.norm.scaled:
+        return "fuses RMSNorm with a scale only"
+    return None
+
+
+def attention_unsupported_reason(spec: LayerSpec, context: BuildContext) -> str | None:
+    if (reason := attention_spec_reason(spec)) is not None:
+        return reason
+    attention = spec.attention
+    assert isinstance(attention, AttentionSpec)
     inputs, dim = (attention.query_heads, attention.head_dim), attention.output_dim
     outputs = [math.prod(shape) for shape in attention.projections.values()]
     return (
@@ -106,13 +136,10 @@ def attention_unsupported_reason(spec: LayerSpec, context: BuildContext) -> str 
 
 
 def mlp_unsupported_reason(spec: LayerSpec, context: BuildContext) -> str | None:
+    if (reason := mlp_spec_reason(spec)) is not None:
+        return reason
     mlp = spec.mlp
-    if not isinstance(mlp, MlpSpec):
-        return f"fuses gated MLPs, not {type(mlp).__name__.removesuffix('Spec')}"
-    if not mlp.is_gated or mlp.bias or mlp.activations[0] not in GATES:
-        return f"fuses gated MLPs without biases, by {', '.join(GATES)}, only"
-    if not spec.mlp_norm:
-        return "fuses a norm before the MLP"
+    assert isinstance(mlp, MlpSpec)
     return (
         fusion_unsupported_reason(spec, context)
         or matmul_unsupported_reason((spec.embed_dim,), [mlp.hidden_dim] * 2, context)
@@ -128,11 +155,7 @@ def fusion_unsupported_reason(spec: LayerSpec, context: BuildContext) -> str | N
     has_weights = bool(context.quantized_weights) or context.weight_dtype == "bfloat16"
     if context.dtype != "bfloat16" or not has_weights:
         return "needs dtype=bfloat16, and weight_dtype=bfloat16 or quantized weights"
-    if spec.parallel or spec.streams is not None:
-        return "fuses sequential blocks with one residual stream only"
-    if spec.norm.kind != "rms" or not spec.norm.scaled:
-        return "fuses RMSNorm with a scale only"
-    return packing_unsupported_reason(context)
+    return residual_spec_reason(spec) or packing_unsupported_reason(context)
 
 
 def matmul_unsupported_reason(
